@@ -1,0 +1,173 @@
+"""The operators as `torch.ops.flexops.*`, so that torch.compile and torch.export see one node for each.
+
+An implementation checks its arguments and calls the backend of the device; a fake gives shapes only. Operators that
+write into an argument say so in their schema and do not return it. fp64 runs the definition on every backend.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import checks, reference
+from .dispatch import select
+
+_LIBRARY = torch.library.Library("flexops", "DEF")
+OPS = torch.ops.flexops
+
+_SEQUENCE_CACHE = (
+    "Tensor(a!)? {}=None, Tensor? initial_pages=None, Tensor? final_pages=None, Tensor? checkpoint_rows=None, "
+    "Tensor? checkpoint_pages=None) -> Tensor"
+)
+
+SCHEMAS = {
+    "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
+    "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    "gated_rms_norm": "(Tensor x, Tensor? gate, Tensor weight, float eps, SymInt n_groups) -> Tensor",
+    "finish_gated_norm": "(Tensor x, Tensor sum_squares, Tensor weight, float eps, SymInt n_groups) -> Tensor",
+    "gate_pool": "(Tensor(a!) residual, Tensor? delta, Tensor weight, float eps, Tensor w1) -> (Tensor, Tensor)",
+    "gate_route": "(Tensor z, Tensor cu_seqlens, Tensor b1, Tensor w2, Tensor b2, Tensor? bias) -> (Tensor, Tensor)",
+    "gather_rows": "(Tensor x, Tensor index) -> Tensor",
+    "scatter_rows": "(Tensor(a!) out, Tensor x, Tensor index) -> ()",
+    "scattered_rows": "(Tensor out, Tensor x, Tensor index) -> Tensor",
+    "split_norm": "(Tensor(a!) residual, Tensor? delta, Tensor weight, float eps, Tensor order) -> Tensor",
+    "merge_norm": "(Tensor(a!) residual, Tensor y_attention, Tensor y_ssm, Tensor inverse, Tensor weight, float eps) "
+    "-> Tensor",
+    "apply_rope": "(Tensor x, Tensor cos_sin, Tensor positions) -> Tensor",
+    "append_kv": "(Tensor q, Tensor k, Tensor v, Tensor? cos_sin, Tensor positions, Tensor(a!) kv_cache, "
+    "Tensor slot_mapping) -> Tensor",
+    "paged_attention": "(Tensor q, Tensor kv_cache, Tensor page_table, Tensor cu_seqlens, Tensor context_lens, "
+    "float scale, SymInt max_query_len) -> Tensor",
+    "causal_conv1d": "(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor seq_starts, "
+    + _SEQUENCE_CACHE.format("conv_cache"),
+    "ssd_scan": "(Tensor x, Tensor dt, Tensor A_log, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, "
+    "Tensor cu_seqlens, Tensor seq_starts, SymInt chunk_size, " + _SEQUENCE_CACHE.format("state_cache"),
+    "state_update": "(Tensor xBC, Tensor z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, "
+    "Tensor? dt_bias, Tensor positions, Tensor(a!) conv_cache, Tensor conv_pages_in, Tensor conv_pages_out, "
+    "Tensor(b!) state_cache, Tensor state_pages_in, Tensor state_pages_out) -> (Tensor, Tensor)",
+}
+
+
+def raw(name: str, first: Tensor) -> Callable:
+    """The unchecked operator for tensors like `first`."""
+    module = reference if first.dtype == torch.float64 else select(first.device)
+    return getattr(module, name)
+
+
+def _implementation(name: str) -> Callable:
+    check = getattr(checks, name)
+
+    def run(first: Tensor, *rest):
+        check(first, *rest)
+        return raw(name, first)(first, *rest)
+
+    return run
+
+
+def _scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> None:
+    checks.scatter_rows(out, x, index)
+    raw("scatter_rows", out)(out, x, index)
+
+
+def _scattered_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
+    """`scatter_rows` into a copy: without side effects, so that autograd can be registered for it."""
+    checks.scatter_rows(out, x, index)
+    return raw("scatter_rows", out)(out.clone(memory_format=torch.contiguous_format), x, index)
+
+
+def _append_kv(q: Tensor, *rest) -> Tensor:
+    checks.append_kv(q, *rest)
+    rotated = raw("append_kv", q)(q, *rest)
+    # without rotation q itself may come back, and an operator's result must be memory of its own
+    return rotated.clone() if rotated.data_ptr() == q.data_ptr() else rotated
+
+
+# --- fakes: shapes and dtypes of the results ------------------------------------------------------------------
+
+
+def _sums_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _like_first(first: Tensor, *_) -> Tensor:
+    return first.new_empty(first.shape)
+
+
+def _fake_gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor):
+    z = residual.new_empty(residual.shape[0], w1.shape[0], dtype=_sums_dtype(residual))
+    return residual.new_empty(residual.shape), z
+
+
+def _fake_gate_route(z: Tensor, cu_seqlens: Tensor, *_):
+    requests = cu_seqlens.shape[0] - 1
+    return z.new_empty(requests, 2), z.new_empty(requests, dtype=torch.int32)
+
+
+def _fake_gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    return x.new_empty(index.shape[0], x.shape[1])
+
+
+def _fake_scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> None:
+    return None
+
+
+def _fake_split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
+    return residual.new_empty(order.shape[0], residual.shape[1])
+
+
+def _fake_state_update(xBC: Tensor, z: Tensor, dt: Tensor, *_):
+    return xBC.new_empty(z.shape), dt.new_empty(dt.shape, dtype=_sums_dtype(xBC))
+
+
+_IMPLEMENTATIONS = {"scatter_rows": _scatter_rows, "scattered_rows": _scattered_rows, "append_kv": _append_kv}
+_FAKES = {
+    "gate_pool": _fake_gate_pool,
+    "gate_route": _fake_gate_route,
+    "gather_rows": _fake_gather_rows,
+    "scatter_rows": _fake_scatter_rows,
+    "split_norm": _fake_split_norm,
+    "state_update": _fake_state_update,
+}
+
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _implementation(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexops::{_name}", _FAKES.get(_name, _like_first), lib=_LIBRARY)
+
+
+# --- gradients of the two plain row operators -----------------------------------------------------------------
+
+
+def _zero_rows(x: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep.unsqueeze(-1), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _gather_context(ctx, inputs, output) -> None:
+    x, index = inputs
+    ctx.save_for_backward(index)
+    ctx.num_rows = x.shape[0]
+
+
+def _gather_backward(ctx, grad: Tensor):
+    (index,) = ctx.saved_tensors
+    out = grad.new_zeros(ctx.num_rows, grad.shape[1])
+    return out.index_add(0, index.clamp(min=0), _zero_rows(grad, index >= 0)), None
+
+
+def _scatter_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _scatter_backward(ctx, grad: Tensor):
+    """x gets the rows it was written to; what it overwrote gets nothing."""
+    (index,) = ctx.saved_tensors
+    keep = index >= 0
+    overwritten = torch.zeros(grad.shape[0], dtype=torch.int32, device=grad.device)
+    overwritten = overwritten.index_add(0, index.clamp(min=0), keep.int())
+    return _zero_rows(grad, overwritten == 0), _zero_rows(grad.index_select(0, index.clamp(min=0)), keep), None
+
+
+torch.library.register_autograd("flexops::gather_rows", _gather_backward, setup_context=_gather_context, lib=_LIBRARY)
+torch.library.register_autograd(
+    "flexops::scattered_rows", _scatter_backward, setup_context=_scatter_context, lib=_LIBRARY
+)

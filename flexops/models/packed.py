@@ -1,0 +1,190 @@
+"""The layers as the engine runs them: weights packed for inference, branches over paged caches.
+
+Same operators and same parameters as `mixers.py`; here a batch mixes decode rows (one token of a running request)
+with prefill rows (a range of a prompt), decode rows first, and every request continues from its pages.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..kernels.linear import PackedLinear
+from .mixers import AttentionMixer, Mamba2Mixer, SwiGLU, rope_table
+from .modeling import FlexHybridLayer, FlexHybridModel
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The compact attention rows of one layer: `num_decodes` rows of a token each, then prefill ranges.
+
+    positions: int32 [T].  slot_mapping: int64 [T].  page_table: int32 [R, pages].  cu_seqlens: int32 [R+1].
+    context_lens: int32 [R], tokens in the cache once this batch is appended.  max_prefill: rows of the longest range.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    page_table: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    num_decodes: int
+    max_prefill: int
+
+
+@dataclass(frozen=True)
+class SSMBatch:
+    """The compact SSM rows of one layer: `num_decodes` rows of a token each, then prefill ranges.
+
+    positions: int32 [num_decodes].  state_pages, conv_pages: int32 [R, pages], where each request's state and window
+    live; `initial_*` hold -1 rows where a prefill range starts from nothing.  cu_seqlens, seq_starts: int32, the prefill
+    ranges among the rows behind the decodes.
+    """
+
+    num_decodes: int
+    positions: Tensor
+    state_pages: Tensor
+    conv_pages: Tensor
+    cu_seqlens: Tensor
+    seq_starts: Tensor
+    initial_state_pages: Tensor
+    initial_conv_pages: Tensor
+
+
+class PackedAttention:
+    """The attention branch over paged KV."""
+
+    def __init__(self, mixer: AttentionMixer) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        self.scale = mixer.scale
+        projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+        bias = None if mixer.q_proj.bias is None else torch.cat([p.bias for p in projections])
+        self.qkv = PackedLinear([p.weight for p in projections], bias)
+        self.out = PackedLinear(mixer.o_proj.weight, mixer.o_proj.bias)
+
+    def __call__(
+        self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
+    ) -> Tensor:
+        """u: [T, hidden_size] compact rows -> [T, hidden_size]; this batch's keys and values enter kv_cache."""
+        heads = self.qkv(u).unflatten(1, (-1, self.head_dim))
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q = ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping)
+        n = batch.num_decodes
+        parts = []
+        if n:
+            parts.append((q[:n], batch.page_table[:n], batch.cu_seqlens[: n + 1], batch.context_lens[:n], 1))
+        if n < batch.context_lens.numel():
+            cu_seqlens = batch.cu_seqlens[n:] - n if n else batch.cu_seqlens
+            parts.append((q[n:], batch.page_table[n:], cu_seqlens, batch.context_lens[n:], batch.max_prefill))
+        outs = [
+            ops.paged_attention(rows, kv_cache, table, seqlens, lens, self.scale, longest)
+            for rows, table, seqlens, lens, longest in parts
+        ]
+        return self.out((outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1))
+
+
+class PackedMamba2:
+    """The Mamba-2 branch over paged states: one fused step for decode rows, convolution and scan for prefill rows."""
+
+    def __init__(self, mixer: Mamba2Mixer) -> None:
+        self.mixer = mixer
+        self.in_proj = PackedLinear(mixer.in_proj.weight, mixer.in_proj.bias)
+        self.out = PackedLinear(mixer.out_proj.weight, mixer.out_proj.bias)
+        self.conv_weight = mixer.conv_weight.detach().contiguous()
+        self.conv_bias = None if mixer.conv1d.bias is None else mixer.conv1d.bias.detach()
+        self.A_log, self.D, self.dt_bias = (p.detach() for p in (mixer.A_log, mixer.D, mixer.dt_bias))
+        self.norm_weight = mixer.norm.weight.detach()
+
+    def __call__(
+        self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType
+    ) -> Tensor:
+        """u: [T, hidden_size] compact rows -> [T, hidden_size]; states and windows move on by this batch's tokens."""
+        mixer, n = self.mixer, batch.num_decodes
+        z, xBC, dt = self.in_proj(u).split(mixer.splits, dim=-1)
+        parts = []
+        if n:
+            y, sums = ops.state_update(
+                xBC[:n],
+                z[:n],
+                dt[:n],
+                self.conv_weight,
+                self.conv_bias,
+                self.A_log,
+                self.D,
+                self.dt_bias,
+                batch.positions,
+                conv_cache,
+                batch.conv_pages[:n],
+                batch.conv_pages[:n],
+                state_cache,
+                batch.state_pages[:n],
+                batch.state_pages[:n],
+            )
+            parts.append(ops.finish_gated_norm(y, sums, self.norm_weight, mixer.eps, mixer.n_groups))
+        if n < u.shape[0]:
+            convolved = ops.causal_conv1d(
+                xBC[n:],
+                self.conv_weight,
+                self.conv_bias,
+                batch.cu_seqlens,
+                batch.seq_starts,
+                conv_cache,
+                batch.initial_conv_pages,
+                batch.conv_pages[n:],
+            )
+            x, B, C = mixer.split_conv(convolved)
+            y = ops.ssd_scan(
+                x,
+                dt[n:],
+                self.A_log,
+                B,
+                C,
+                self.D,
+                self.dt_bias,
+                batch.cu_seqlens,
+                batch.seq_starts,
+                mixer.chunk_size,
+                state_cache,
+                batch.initial_state_pages,
+                batch.state_pages[n:],
+            )
+            parts.append(ops.gated_rms_norm(y.flatten(1), z[n:], self.norm_weight, mixer.eps, mixer.n_groups))
+        return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class PackedFFN:
+    """The feed-forward network with gate and up in one product."""
+
+    def __init__(self, ffn: SwiGLU) -> None:
+        self.gate_up = PackedLinear([ffn.gate_proj.weight, ffn.up_proj.weight])
+        self.down = PackedLinear(ffn.down_proj.weight)
+
+    def __call__(self, x: Tensor, ops: ModuleType) -> Tensor:
+        """x: [T, hidden_size] -> the same shape."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(ops.silu_mul(gate, up))
+
+
+class PackedLayer:
+    """One layer's packed parts; a part the layer lacks is None."""
+
+    def __init__(self, layer: FlexHybridLayer) -> None:
+        self.input_norm = layer.input_norm.weight.detach()
+        self.gate = layer.gate
+        self.attention = None if layer.attention is None else PackedAttention(layer.attention)
+        self.ssm = None if layer.ssm is None else PackedMamba2(layer.ssm)
+        self.ffn = None if layer.ffn is None else PackedFFN(layer.ffn)
+        self.ffn_norm = None if layer.ffn_norm is None else layer.ffn_norm.weight.detach()
+
+
+class PackedModel:
+    """A model's weights ready for the engine. Weights changed afterwards are not seen: pack again."""
+
+    def __init__(self, model: FlexHybridModel, max_model_len: int) -> None:
+        self.config = model.config
+        self.eps = model.config.rms_norm_eps
+        self.embedding = model.embed_tokens.weight.detach()
+        self.layers = [PackedLayer(layer) for layer in model.layers]
+        self.norm = model.norm.weight.detach()
+        self.head = PackedLinear(model.lm_head.weight)
+        self.cos_sin = rope_table(model.config, max_model_len, self.embedding.device)

@@ -1,0 +1,287 @@
+"""The engine: requests in, tokens out, one step at a time (§5, §7).
+
+A step admits what fits, carries every decode through all layers together with slices of the waiting prompts, and
+samples. Requests come and go between any two steps.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+import torch
+
+from ..config import EngineConfig
+from ..models.layout import Layout, layout_routes, layout_strip
+from ..models.modeling import FlexHybridModel
+from ..models.packed import PackedModel
+from .batch import PrefillSlice
+from .executor import Executor
+from .memory import PageLayout, PagePool
+from .metrics import Metrics, decode_flops
+from .request import Request, RequestOutput, SamplingParams, Status
+from .sampler import SampledTokens, Sampler
+from .scheduler import Scheduler
+from .tables import RequestTables
+
+
+class Engine:
+    """Continuous batching for a FlexHybridModel.
+
+    The weights are packed when the engine is made: change them, make another engine. Not safe for use from several
+    threads at once.
+    """
+
+    def __init__(self, model: FlexHybridModel, config: EngineConfig | None = None) -> None:
+        """Pack the weights and take the page pool.
+
+        Raises ValueError where the pool would not hold one request of a single token.
+        """
+        self.config = config or EngineConfig()
+        self.model_config = model.config
+        self.max_model_len = self.config.max_model_len or model.config.max_position_embeddings
+        with torch.no_grad():
+            packed = PackedModel(model, self.max_model_len)
+        device, dtype = packed.embedding.device, packed.embedding.dtype
+        num_layers = model.config.num_hidden_layers
+        layout = PageLayout.of(model.config, dtype)
+        num_pages = _pool_bytes(self.config, device) // layout.page_bytes
+        self.pool = PagePool(num_pages, layout, model.config, dtype, device)
+        slots = self.config.max_num_requests
+        self.tables = RequestTables(num_layers, slots, self.pool, self.config.check_integrity)
+        self.scheduler = Scheduler(self.config, self.tables, num_layers)
+        self.executor = Executor(packed, self.pool, self.tables)
+        self.sampler = Sampler(model.config.vocab_size, device)
+        self.metrics = Metrics()
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
+        if smallest > num_pages:
+            raise ValueError(
+                f"the page pool has {num_pages} pages of {layout.page_bytes} bytes, but one request needs {smallest}: "
+                f"set memory_bytes to at least {smallest * layout.page_bytes}"
+            )
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        layout: Layout = None,
+        gate_bias: float = 0.0,
+        priority: int = 0,
+    ) -> int:
+        """Queue a prompt; returns the request's id.
+
+        prompt: token ids.  layout: None lets the gates choose, see `layout_routes`.  gate_bias: added to every attention
+        logit of this request's gates.  priority: higher goes first.
+
+        Raises ValueError, and changes nothing, for an empty prompt, ids out of range, an unknown layout, or a request
+        that could never fit.
+        """
+        params = params or SamplingParams()
+        prompt = [int(token) for token in prompt]
+        forced = layout_routes(layout, self.model_config)
+        self._check_request(prompt, params, forced, gate_bias)
+        seed = params.seed if params.seed is not None else int(torch.randint(2**62, (1,)).item())
+        request = Request(
+            request_id=self._next_id,
+            prompt=prompt,
+            params=params,
+            forced=forced,
+            gate_bias=float(gate_bias),
+            priority=priority,
+            arrival=self._next_id,
+            seed=seed,
+            added_at_us=_now_us(),
+        )
+        self._next_id += 1
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+        self.metrics.requests_added += 1
+        return request.request_id
+
+    def _check_request(self, prompt: list[int], params: SamplingParams, forced: list[int], gate_bias: float) -> None:
+        vocab = self.model_config.vocab_size
+        if not prompt:
+            raise ValueError("the prompt has no tokens: give it at least one, such as the bos token")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            bad = next(token for token in prompt if not 0 <= token < vocab)
+            raise ValueError(f"token id {bad} is out of range [0, {vocab}): use the tokenizer that belongs to the model")
+        if gate_bias != gate_bias or gate_bias in (float("inf"), float("-inf")):
+            raise ValueError(f"gate_bias={gate_bias} must be finite; use layout= to force a route")
+        total = len(prompt) + params.max_new_tokens
+        if total > self.max_model_len:
+            raise ValueError(
+                f"prompt ({len(prompt)} tokens) + max_new_tokens ({params.max_new_tokens}) = {total} exceeds "
+                f"max_model_len {self.max_model_len}: shorten the prompt or lower max_new_tokens"
+            )
+        needed = self.tables.pages_for_all(forced, total)
+        if needed > self.pool.num_pages:
+            raise ValueError(
+                f"a request of {total} tokens may need {needed} pages, but the pool has {self.pool.num_pages}: shorten it "
+                f"or set memory_bytes to at least {needed * self.pool.layout.page_bytes}"
+            )
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request wherever it stands; one that has finished is ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.finish(request)
+            self.metrics.record_finished(request, "abort", _now_us())
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """One iteration over everything that runs; returns what each request gave. Empty when nothing is to do."""
+        started = _now_us()
+        for request in self.scheduler.admit():
+            request.prefill = self.executor.start_prefill(request)
+        decodes = self.scheduler.make_room()
+        plan = self.scheduler.plan_prefill()
+        outputs: list[RequestOutput] = []
+        for group, group_plan in self._groups(decodes, plan):
+            outputs.extend(self._run(group, group_plan))
+        self.metrics.steps += 1
+        self.metrics.step_time_us += _now_us() - started
+        if self.config.check_integrity:
+            self.check_integrity()
+        return outputs
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, layout: Layout = None, gate_bias: float = 0.0
+    ) -> Iterator[RequestOutput]:
+        """The outputs of one prompt as they come; other requests go on beside it. Leaving the loop aborts it."""
+        request_id = self.add_request(prompt, params, layout, gate_bias)
+        try:
+            while request_id in self._requests:
+                yield from (output for output in self.step() if output.request_id == request_id)
+        finally:
+            self.abort(request_id)
+
+    def stats(self) -> dict[str, object]:
+        """Counters (`Metrics.as_dict`), queue lengths and the pool's use."""
+        return {
+            **self.metrics.as_dict(),
+            "waiting": len(self.scheduler.waiting),
+            "running": len(self.scheduler.running),
+            "pages": self.pool.num_pages,
+            "pages_free": self.pool.free,
+            "page_bytes": self.pool.layout.page_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that free and live pages partition the pool and that counts agree with the tables."""
+        owned = [page for request in self.scheduler.running for page in self.tables.owned(request.slot)]
+        self.pool.check_integrity(owned)
+
+    def _groups(
+        self, decodes: list[Request], plan: list[tuple[PrefillSlice, ...]]
+    ) -> list[tuple[list[Request], list[tuple[PrefillSlice, ...]]]]:
+        """What runs as one batch: everything, or without selective batching each layout and each prompt on its own."""
+        if self.config.selective_batching:
+            return [(decodes, plan)] if decodes or any(plan) else []
+        nothing: list[tuple[PrefillSlice, ...]] = [()] * len(plan)
+        by_layout: dict[tuple[int, ...], list[Request]] = {}
+        for request in decodes:
+            by_layout.setdefault(tuple(request.routes), []).append(request)
+        prompts = dict.fromkeys(s.request for slices in plan for s in slices)
+        return [
+            *((group, nothing) for group in by_layout.values()),
+            *(([], [tuple(s for s in slices if s.request is r) for slices in plan]) for r in prompts),
+        ]
+
+    def _run(self, decodes: list[Request], plan: list[tuple[PrefillSlice, ...]]) -> list[RequestOutput]:
+        token_ids = [r.output[r.replayed] for r in decodes]
+        logits, owners = self.executor.run(decodes, token_ids, plan)
+        for request in decodes:
+            self.tables.context[request.slot] += 1
+            request.replayed += 1
+            self.metrics.decode_flops += decode_flops(
+                self.model_config, request.routes, len(request.prompt) + request.replayed
+            )
+        self.metrics.decode_steps += len(decodes)
+        for request in owners[len(decodes) :]:
+            self._end_prefill(request)
+        # a preempted request computes its old tokens again; it samples when it has caught up
+        current = [i for i, r in enumerate(owners) if r.replayed == len(r.output)]
+        if not current:
+            return []
+        if len(current) < len(owners):
+            logits = logits[torch.tensor(current, device=logits.device)]
+        sampling = [owners[i] for i in current]
+        return self._emit(sampling, self.sampler.sample(logits, sampling))
+
+    def _end_prefill(self, request: Request) -> None:
+        request.status = Status.DECODE
+        request.prefill = None
+        self.tables.context[request.slot] = len(request.prompt)
+        if not request.preemptions:
+            self.metrics.prompt_tokens += len(request.prompt)
+            self.metrics.layouts[layout_strip(request.routes)] += 1
+
+    def _emit(self, requests: list[Request], sampled: SampledTokens) -> list[RequestOutput]:
+        """Append the sampled tokens, end what has ended, and report."""
+        now = _now_us()
+        outputs = []
+        for row, request in enumerate(requests):
+            error = sampled.errors.get(row)
+            reason: str | None = "error" if error is not None else None
+            new_tokens: list[int] = []
+            if error is None:
+                token = sampled.token_ids[row]
+                new_tokens = [token]
+                request.output.append(token)
+                self.metrics.generated_tokens += 1
+                if request.first_token_at_us is None:
+                    request.first_token_at_us = now
+                reason, error = _finish_reason(request)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    new_token_ids=new_tokens,
+                    token_ids=list(request.output),
+                    finish_reason=reason,
+                    layout=tuple(request.routes),
+                    gate_margins=tuple(request.gate_margins),
+                    prompt_tokens=len(request.prompt),
+                    logprobs=sampled.logprobs_of(row),
+                    logits=sampled.logits_of(row),
+                    scores=sampled.scores_of(row),
+                    time_to_first_token_us=request.first_token_at_us and request.first_token_at_us - request.added_at_us,
+                    error=error,
+                )
+            )
+            if reason is not None:
+                del self._requests[request.request_id]
+                self.scheduler.finish(request)
+                self.metrics.record_finished(request, reason, now)
+        return outputs
+
+
+def _finish_reason(request: Request) -> tuple[str | None, Exception | None]:
+    """Why a request ends with its newest token, if it does; a stop check of its own that raises ends it too."""
+    params = request.params
+    if request.output[-1] in params.stop_token_ids:
+        return "stop", None
+    if params.stop_checks:
+        ids = torch.tensor([[*request.prompt, *request.output]])
+        try:
+            if any(check(ids) for check in params.stop_checks):
+                return "stop", None
+        except Exception as error:  # the request's own code: it ends this request and no other
+            return "error", error
+    return ("length", None) if len(request.output) >= params.max_new_tokens else (None, None)
+
+
+def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Size of the page pool: as set, or a share of the memory that is free now."""
+    if config.memory_bytes is not None:
+        return config.memory_bytes
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free * config.memory_fraction)
+
+
+def _now_us() -> float:
+    return time.perf_counter() * 1e6

@@ -1,0 +1,171 @@
+"""One step through the layers: gate, split, branches, merge (§5.1), for decodes and slices of prefills together.
+
+The gate of a layer needs every prompt token's input to that layer, so a prompt cannot be cut into token chunks that
+each run through all layers. It is cut the other way: a slice is a token range of one layer, and a layer is entered
+when the layer before has done all rows. Decodes pass all layers in every step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import dispatch
+from ..models.packed import PackedLayer, PackedModel
+from .batch import PrefillSlice, RouteSplit, StepBatch
+from .memory import PagePool
+from .request import PrefillProgress, Request
+from .tables import RequestTables
+
+
+@dataclass
+class _Rows:
+    """The packed rows between two layers: decodes, then slices.
+
+    h: [T, hidden_size], the residual stream.  delta: the FFN's output that has yet to be added, or None.
+    u: the normalised input of the next layer where it is known already, or None.
+    """
+
+    slices: tuple[PrefillSlice, ...]
+    h: Tensor
+    delta: Tensor | None = None
+    u: Tensor | None = None
+
+
+class Executor:
+    """Runs steps of a packed model over the page pool."""
+
+    def __init__(self, model: PackedModel, pool: PagePool, tables: RequestTables) -> None:
+        self.model, self.pool, self.tables = model, pool, tables
+        self.device = model.embedding.device
+        self.ops = dispatch.select(self.device)
+        self.num_layers = len(model.layers)
+
+    def start_prefill(self, request: Request) -> PrefillProgress:
+        """Embed a prompt; its rows wait before layer 0, with the gate's rows if layer 0 has a gate to run."""
+        ids = torch.tensor(request.prompt, device=self.device)
+        hidden = self.model.embedding.index_select(0, ids)
+        z = torch.empty(len(ids), self.model.config.gate_dim, dtype=torch.float32, device=self.device)
+        if _runs_gate(request, 0):
+            first = self.model.layers[0]
+            z = self.ops.gate_pool(hidden, None, first.input_norm, self.model.eps, first.gate.w1.detach())[1]
+        return PrefillProgress(layer_idx=0, done_tokens=0, hidden=hidden, z=z)
+
+    def run(
+        self, decodes: list[Request], token_ids: list[int], plan: list[tuple[PrefillSlice, ...]]
+    ) -> tuple[Tensor, list[Request]]:
+        """One step.
+
+        decodes: requests that append a token, token_ids: that token.  plan: the slices of each layer.
+        Returns logits [n, vocab] for every decode and every prompt that ends in this step, and those requests.
+        """
+        ops, model = self.ops, self.model
+        step = StepBatch(self.tables, np.array([r.slot for r in decodes], dtype=np.int64), self.device)
+        decode_h = model.embedding.index_select(0, torch.tensor(token_ids, dtype=torch.int64, device=self.device))
+        rows: _Rows | None = None
+        for layer_idx, layer in enumerate(model.layers):
+            slices = plan[layer_idx]
+            if rows is not None and rows.slices != slices:
+                decode_h = self._unpack(rows, len(decodes))
+                rows = None
+            if not decodes and not slices:
+                continue
+            if rows is None:
+                parts = [s.request.prefill.hidden[s.start : s.end] for s in slices]
+                rows = _Rows(slices, torch.cat([decode_h, *parts]))
+            self._enter_layer(layer_idx, layer, slices)
+            self._run_layer(layer_idx, layer, step, rows)
+            if layer_idx + 1 < self.num_layers:
+                self._collect_gate_rows(layer_idx + 1, rows, len(decodes))
+        finished = [s for s in plan[-1] if s.end == len(s.request.prompt)]
+        if rows is None or not (decodes or finished):
+            return model.embedding.new_empty(0, self.model.head.out_features), []
+        ends = len(decodes) + np.cumsum([s.end - s.start for s in rows.slices], dtype=np.int64) - 1
+        last_rows = [int(end) for end, s in zip(ends, rows.slices, strict=True) if s in finished]
+        wanted = torch.tensor([*range(len(decodes)), *last_rows], dtype=torch.int32, device=self.device)
+        hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, wanted)
+        return model.head(hidden), [*decodes, *(s.request for s in finished)]
+
+    def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: tuple[PrefillSlice, ...]) -> None:
+        """Choose the routes of the requests whose first slice enters the layer, and give them its pages."""
+        entering = [s.request for s in slices if s.start == 0]
+        undecided = [r for r in entering if layer_idx >= len(r.routes) and r.forced[layer_idx] < 0]
+        if undecided:
+            gate = layer.gate
+            lengths = torch.tensor([len(r.prompt) for r in undecided], device=self.device)
+            z = undecided[0].prefill.z if len(undecided) == 1 else torch.cat([r.prefill.z for r in undecided])
+            cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            bias = torch.tensor([r.gate_bias for r in undecided], dtype=torch.float32, device=self.device)
+            weights = (gate.b1.detach(), gate.w2.detach(), gate.b2.detach())
+            probs, routes = self.ops.gate_route(z, cu_seqlens, *weights, bias)
+            margins = (probs[:, 0] - probs[:, 1]).abs().tolist()
+            for request, route, margin in zip(undecided, routes.tolist(), margins, strict=True):
+                request.routes.append(route)
+                request.gate_margins.append(margin)
+        for request in entering:
+            if layer_idx >= len(request.routes):
+                request.routes.append(request.forced[layer_idx])
+                request.gate_margins.append(1.0)
+            self.tables.enter_layer(request.slot, layer_idx, request.routes[layer_idx], len(request.prompt))
+
+    def _run_layer(self, layer_idx: int, layer: PackedLayer, step: StepBatch, rows: _Rows) -> None:
+        """Shared operators on the packed rows, the branches on compact rows."""
+        ops, eps = self.ops, self.model.eps
+        split = step.split(layer_idx, rows.slices)
+        if rows.u is None:
+            u = ops.split_norm(rows.h, rows.delta, layer.input_norm, eps, split.order)
+        else:
+            u = rows.u if split.one_route else ops.gather_rows(rows.u, split.order)
+        y_attention, y_ssm = self._run_branches(layer_idx, layer, step, split, u)
+        if layer.ffn is None:
+            rows.delta = ops.gather_rows(torch.cat([y_attention, y_ssm]), split.inverse)
+        else:
+            v = ops.merge_norm(rows.h, y_attention, y_ssm, split.inverse, layer.ffn_norm, eps)
+            rows.delta = layer.ffn(v, ops)
+        rows.u = None
+
+    def _run_branches(
+        self, layer_idx: int, layer: PackedLayer, step: StepBatch, split: RouteSplit, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        n = split.num_attention
+        y_attention, y_ssm = u[:n], u[n:]
+        if n:
+            batch = step.attention(layer_idx, split.attention)
+            y_attention = layer.attention(y_attention, batch, self.model.cos_sin, self.pool.kv_cache, self.ops)
+        if n < u.shape[0]:
+            batch = step.ssm(layer_idx, split.ssm)
+            y_ssm = layer.ssm(y_ssm, batch, self.pool.state_cache, self.pool.conv_cache, self.ops)
+        return y_attention, y_ssm
+
+    def _collect_gate_rows(self, next_idx: int, rows: _Rows, num_decodes: int) -> None:
+        """Where a request's next layer has a gate to run, keep the rows z that leave for it."""
+        layer = self.model.layers[next_idx]
+        if not any(_runs_gate(s.request, next_idx) for s in rows.slices):
+            return
+        w1 = layer.gate.w1.detach()
+        rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, w1)
+        rows.delta = None
+        offset = num_decodes
+        for s in rows.slices:
+            count = s.end - s.start
+            if _runs_gate(s.request, next_idx):
+                s.request.prefill.z[s.start : s.end] = z[offset : offset + count]
+            offset += count
+
+    def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
+        """Rows back to their requests' buffers; returns the decodes' rows."""
+        if rows.delta is not None:
+            rows.h.add_(rows.delta)
+        offset = num_decodes
+        for s in rows.slices:
+            count = s.end - s.start
+            s.request.prefill.hidden[s.start : s.end] = rows.h[offset : offset + count]
+            offset += count
+        return rows.h[:num_decodes]
+
+
+def _runs_gate(request: Request, layer_idx: int) -> bool:
+    """Whether the request's route at the layer is still to be chosen by the gate."""
+    return request.forced[layer_idx] < 0 and len(request.routes) <= layer_idx

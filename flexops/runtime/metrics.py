@@ -1,0 +1,76 @@
+"""What the engine counts: requests, tokens, latencies, work per token (Eq. 6)."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..config import FlexHybridConfig
+from ..kernels import ATTENTION
+from .request import Request
+
+
+def decode_flops(config: FlexHybridConfig, routes: list[int], context_tokens: int) -> float:
+    """FLOPs of one decode step of one request by Eq. 6, two per multiply-add: the chosen branches, FFNs and head.
+
+    Norms, activations and softmax are not counted. context_tokens: attended KV length.
+    """
+    hidden, d_inner = config.hidden_size, config.d_inner
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    attention_linear = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    ssm_linear = hidden * (d_inner + config.conv_dim + config.mamba_n_heads) + d_inner * hidden
+    # convolution taps, then decay-and-add (2 multiply-adds per state element) and read-out (1)
+    ssm_rest = config.conv_dim * config.mamba_d_conv + 3 * d_inner * config.mamba_d_state
+    total = hidden * config.vocab_size
+    for layer_idx, route in enumerate(routes):
+        if route == ATTENTION:
+            total += attention_linear + 2 * context_tokens * heads * head_dim
+        else:
+            total += ssm_linear + ssm_rest
+        if config.has_ffn(layer_idx):
+            total += 3 * hidden * config.intermediate_size
+    return 2.0 * total
+
+
+@dataclass
+class Metrics:
+    """Counters since the engine was made. Times in microseconds."""
+
+    steps: int = 0
+    requests_added: int = 0
+    requests_finished: Counter[str] = field(default_factory=Counter)  # by reason
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    step_time_us: float = 0.0
+    ttft_us: list[float] = field(default_factory=list)
+    tpot_us: list[float] = field(default_factory=list)
+    decode_flops: float = 0.0
+    decode_steps: int = 0
+    layouts: Counter[str] = field(default_factory=Counter)
+
+    def record_finished(self, request: Request, reason: str, now_us: float) -> None:
+        """Count a request that has left with its latencies: time to first token, then per further token."""
+        self.requests_finished[reason] += 1
+        if request.first_token_at_us is not None:
+            self.ttft_us.append(request.first_token_at_us - request.added_at_us)
+            if len(request.output) > 1:
+                self.tpot_us.append((now_us - request.first_token_at_us) / (len(request.output) - 1))
+
+    def as_dict(self) -> dict[str, object]:
+        """Counters, and means of the latencies; None where nothing was measured."""
+        return {
+            "steps": self.steps,
+            "requests_added": self.requests_added,
+            "requests_finished": dict(self.requests_finished),
+            "preemptions": self.preemptions,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "throughput_tokens_per_s": self.generated_tokens / self.step_time_us * 1e6 if self.step_time_us else None,
+            "ttft_us_mean": _mean(self.ttft_us),
+            "tpot_us_mean": _mean(self.tpot_us),
+            "flops_per_token": self.decode_flops / self.decode_steps if self.decode_steps else None,
+            "layouts": dict(self.layouts),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

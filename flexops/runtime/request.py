@@ -1,0 +1,146 @@
+"""A request's life: what was asked (`SamplingParams`), where it stands (`Request`), what comes out (`RequestOutput`)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # (ids [1, n], logits [1, vocab]) -> logits [1, vocab]
+StopCheck = Callable[[Tensor], bool]  # ids [1, n], prompt included -> stop
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    max_new_tokens: at most this many tokens.  min_new_tokens: stop tokens are impossible before.
+    temperature: 0 takes the most likely token; otherwise logits are divided by it.
+    top_k (0: off), top_p (1: off), min_p (0: off): truncation, in this order.
+    repetition_penalty (1: off): over prompt and output.  presence_penalty (0: off): over the output.
+    seed: random numbers depend on (seed, position) alone, so a request gives the same tokens in any batch; None
+    draws one from torch's generator when the request is added.
+    stop_token_ids: ends the request, the token is kept in the output.
+    logprobs: report the log-probability of each chosen token and of this many most likely ones; None: none.
+    keep_logits, keep_scores: report each step's logits as the model gave them, and after processing.
+    logits_processors, stop_checks: your own, called with this request's ids alone, without padding.
+
+    Raises ValueError for values out of range.
+    """
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    keep_logits: bool = False
+    keep_scores: bool = False
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    stop_checks: tuple[StopCheck, ...] = ()
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}")
+
+        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", "from 0 to max_new_tokens")
+        require(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", "finite, 0 (greedy) or more")
+        require(self.top_k >= 0, "top_k", "0 (off) or more")
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
+        require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1")
+        require(
+            self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty),
+            "repetition_penalty",
+            "finite and above 0 (1 is off)",
+        )
+        require(math.isfinite(self.presence_penalty), "presence_penalty", "finite (0 is off)")
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "None or from 0 to 20")
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in the queue, holds no memory
+    PREFILL = "prefill"  # its prompt passes the layers
+    DECODE = "decode"  # gives a token per step
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step gave for one request.
+
+    new_token_ids: the tokens of this step.  token_ids: all so far.  finish_reason: "stop", "length", "abort" or
+    "error" (then `error` says what a processor of the request's own raised); None while it runs.
+    layout: the routes of all layers.  gate_margins: |p_attn - p_ssm| per layer, 1.0 where the route was given.
+    logprobs: per new token, {token id: log-probability}.  logits, scores: per new token [vocab] fp32, where asked.
+    time_to_first_token_us: set with the first token.
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str | None
+    layout: tuple[int, ...]
+    gate_margins: tuple[float, ...]
+    prompt_tokens: int
+    logprobs: list[dict[int, float]] | None = None
+    logits: list[Tensor] | None = None
+    scores: list[Tensor] | None = None
+    time_to_first_token_us: float | None = None
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class PrefillProgress:
+    """How far a prompt has passed the layers: layer `layer_idx` has done `done_tokens` of its rows.
+
+    hidden: [prompt, hidden_size], the residual stream between steps.  z: [prompt, gate_dim] fp32, the gate rows of
+    the layer that comes next (or is entered), filled as rows leave the layer before.
+    """
+
+    layer_idx: int
+    done_tokens: int
+    hidden: Tensor
+    z: Tensor
+
+
+@dataclass(eq=False)
+class Request:
+    """A request inside the engine. The engine alone writes to it."""
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    forced: list[int]  # a route per layer, -1 where the gate decides
+    gate_bias: float
+    priority: int
+    arrival: int  # order of arrival, kept through preemption
+    seed: int
+    added_at_us: float
+    status: Status = Status.WAITING
+    routes: list[int] = field(default_factory=list)  # chosen so far, a prefix of the layers
+    gate_margins: list[float] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    replayed: int = 0  # output tokens whose rows are in the caches again; lags behind output after a preemption
+    prefill: PrefillProgress | None = None
+    slot: int = -1  # row of the engine's tables while it holds memory
+    first_token_at_us: float | None = None
+    last_token_at_us: float | None = None
+    preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)

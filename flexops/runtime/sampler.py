@@ -1,0 +1,321 @@
+"""From logits to tokens, every request with its own settings, all rows at once.
+
+The order is transformers': repetition penalty, presence penalty, no stop token before `min_new_tokens`, the request's
+own processors; then for sampled requests temperature, top-k, top-p, min-p.
+
+A row's token is a function of its own logits and settings, bit for bit, whatever rows share the call. Elementwise
+operations, `amax`, `softmax` and sorts of a row see that row alone and always at one of two fixed widths; sums, whose
+result would depend on how they are split, are taken over integers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .random import uniform
+from .request import Request, SamplingParams
+
+# top-k sets and nearly every nucleus fit in this many tokens, so that the vocabulary need not be sorted
+_NARROW = 1024
+# probabilities become integers in units of 2**-52: their sums are exact in any order, and below 2**53
+_WEIGHT_SCALE = 2.0**52
+_MAX_LOGPROBS = 20
+
+
+@dataclass
+class SampledTokens:
+    """What one call chose. Rows in the order of the call; dicts hold the rows that asked for it.
+
+    token_ids: -1 where a row failed.  logprobs: {token id: log-probability} of the model's own distribution, the
+    chosen token first.  logits, scores: [vocab] fp32, as the model gave them and after processing.
+    errors: what a request's own processor raised, or a ValueError where nothing was left to sample from.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def logprobs_of(self, row: int) -> list[dict[int, float]] | None:
+        """The row's log-probabilities as a list of one token, None if not asked for."""
+        return [self.logprobs[row]] if row in self.logprobs else None
+
+    def logits_of(self, row: int) -> list[Tensor] | None:
+        """The row's logits as a list of one token, None if not asked for."""
+        return [self.logits[row]] if row in self.logits else None
+
+    def scores_of(self, row: int) -> list[Tensor] | None:
+        """The row's scores as a list of one token, None if not asked for."""
+        return [self.scores[row]] if row in self.scores else None
+
+
+class _TokensSeen:
+    """Which tokens stand in a request's text, kept up to date by adding what is new.
+
+    text, output: bool [vocab], tokens of prompt and output, and of the output alone.
+    """
+
+    def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:
+        self.text = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.output = torch.zeros_like(self.text)
+        self.text[torch.tensor(request.prompt, device=device)] = True
+        self.counted = 0
+
+    def update(self, request: Request) -> None:
+        new = torch.tensor(request.output[self.counted :], dtype=torch.int64, device=self.text.device)
+        self.text[new] = True
+        self.output[new] = True
+        self.counted = len(request.output)
+
+
+class Sampler:
+    """Chooses the next token of each request."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size, self.device = vocab_size, torch.device(device)
+        self._plain: WeakKeyDictionary[Request, bool] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Request, _TokensSeen] = WeakKeyDictionary()
+
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
+        """The next token of every request.
+
+        logits: [n, vocab] in the model's dtype, not changed.  requests: n, the next position of each is the length
+        of its output so far.
+        """
+        assert logits.shape == (len(requests), self.vocab_size)
+        if all(self._is_plain(request) for request in requests):
+            return SampledTokens(logits.argmax(-1).tolist())
+        result = SampledTokens([])
+        scores = logits.to(torch.float32, copy=True)
+        self._apply_penalties(scores, requests)
+        _forbid_early_stops(scores, requests, self.vocab_size)
+        _run_processors(scores, requests, result.errors)
+        tokens = scores.argmax(-1)
+        sampled = [i for i, r in enumerate(requests) if r.params.temperature > 0 and i not in result.errors]
+        if sampled:
+            rows = torch.tensor(sampled, device=scores.device)
+            tokens[rows], scores[rows], failed = _draw(scores[rows], [requests[i] for i in sampled])
+            for row in failed:
+                result.errors[sampled[row]] = ValueError(
+                    "no token can be sampled: the scores hold NaN or infinity, or every token was ruled out; check the "
+                    "request's logits_processors and temperature"
+                )
+        result.token_ids = [-1 if i in result.errors else token for i, token in enumerate(tokens.tolist())]
+        _report(result, logits, scores, requests)
+        return result
+
+    def _is_plain(self, request: Request) -> bool:
+        """Whether the request's tokens are the argmax of its logits and nothing is reported beside them."""
+        plain = self._plain.get(request)
+        if plain is None:
+            p = request.params
+            changed = p.temperature or p.repetition_penalty != 1 or p.presence_penalty or p.min_new_tokens
+            reported = p.logprobs is not None or p.keep_logits or p.keep_scores
+            plain = self._plain[request] = not (changed or reported or p.logits_processors)
+        return plain
+
+    def _apply_penalties(self, scores: Tensor, requests: Sequence[Request]) -> None:
+        """Repetition and presence penalties of scores [n, vocab], in place."""
+        rows, seen = [], []
+        for i, request in enumerate(requests):
+            if request.params.repetition_penalty != 1 or request.params.presence_penalty:
+                if request not in self._seen:
+                    self._seen[request] = _TokensSeen(request, self.vocab_size, scores.device)
+                self._seen[request].update(request)
+                rows.append(i)
+                seen.append(self._seen[request])
+        if not rows:
+            return
+        index = torch.tensor(rows, device=scores.device)
+        repetition = _column([requests[i].params.repetition_penalty for i in rows], scores)
+        presence = _column([requests[i].params.presence_penalty for i in rows], scores)
+        old = scores[index]
+        penalised = torch.where(old < 0, old * repetition, old / repetition)
+        penalised = torch.where(torch.stack([s.text for s in seen]), penalised, old)
+        scores[index] = torch.where(torch.stack([s.output for s in seen]), penalised - presence, penalised)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _forbid_early_stops(scores: Tensor, requests: Sequence[Request], vocab_size: int) -> None:
+    """Stop tokens of requests that have fewer than `min_new_tokens` get -inf, in place."""
+    cells = [
+        (i, token)
+        for i, r in enumerate(requests)
+        if len(r.output) < r.params.min_new_tokens
+        for token in r.params.stop_token_ids
+        if 0 <= token < vocab_size
+    ]
+    if cells:
+        index = torch.tensor(cells, device=scores.device)
+        scores[index[:, 0], index[:, 1]] = -torch.inf
+
+
+def _run_processors(scores: Tensor, requests: Sequence[Request], errors: dict[int, Exception]) -> None:
+    """Each request's own processors on its row, in place; one that raises fails its request only."""
+    for i, request in enumerate(requests):
+        if not request.params.logits_processors:
+            continue
+        ids = torch.tensor([[*request.prompt, *request.output]], device=scores.device)
+        try:
+            row = scores[i : i + 1].clone()
+            for processor in request.params.logits_processors:
+                row = processor(ids, row)
+            if not isinstance(row, Tensor) or row.shape != scores[i : i + 1].shape:
+                raise ValueError(
+                    f"a logits processor must return scores of shape {[1, scores.shape[1]]}, got "
+                    f"{list(row.shape) if isinstance(row, Tensor) else type(row).__name__}"
+                )
+            scores[i] = row[0]
+        except Exception as error:  # the request's own code: it fails this request and no other
+            errors[i] = error
+
+
+def _draw(scores: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor, list[int]]:
+    """Sample one token per row.
+
+    scores: fp32 [m, vocab].  Returns tokens int64 [m]; scores [m, vocab] divided by temperature and -inf where cut
+    off; and the rows from which nothing could be sampled.
+    """
+    params = [r.params for r in requests]
+    scores = scores / _column([p.temperature for p in params], scores)
+    broken = ~scores.amax(-1).isfinite()
+    failed = broken.nonzero().squeeze(1).tolist()
+    scores[broken] = 0.0  # any finite number: the row is reported as failed
+    _keep_top_k(scores, params)
+    u = torch.from_numpy(uniform([r.seed for r in requests], [len(r.output) for r in requests])).to(scores.device)
+    tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
+    vocab_size = scores.shape[1]
+    fits = (scores > -torch.inf).sum(1) <= min(_NARROW, vocab_size - 1)
+    for narrow in (True, False):
+        rows = (fits == narrow).nonzero().squeeze(1)
+        if not len(rows):
+            continue
+        group = [params[i] for i in rows.tolist()]
+        wide = values = scores[rows]
+        if narrow:
+            ids, values = _compact(wide)
+        weights = _weights(values)
+        keep = _top_p(values, weights, [p.top_p for p in group])
+        keep &= _min_p(weights * keep, [p.min_p for p in group])
+        chosen = _inverse_cdf(weights * keep, u[rows])
+        if narrow:
+            chosen = ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
+            keep = keep.new_zeros(len(rows), vocab_size + 1).scatter(1, ids, keep)[:, :vocab_size]
+        tokens[rows] = chosen
+        scores[rows] = wide.masked_fill(~keep, -torch.inf)
+    return tokens, scores, failed
+
+
+def _keep_top_k(scores: Tensor, params: list[SamplingParams]) -> None:
+    """-inf below the k-th best score of a row, in place; what equals it stays, as in transformers."""
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
+    if not rows:
+        return
+    index = torch.tensor(rows, device=scores.device)
+    k = torch.tensor([params[i].top_k for i in rows], device=scores.device)
+    selected = scores[index]
+    kth = selected.topk(int(k.max())).values.gather(1, (k - 1).unsqueeze(1))
+    scores[index] = selected.masked_fill_(selected < kth, -torch.inf)
+
+
+def _compact(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries above -inf of each row, in the order of the vocabulary, at a fixed width.
+
+    scores: [m, vocab], at most `_NARROW` such entries in a row.  Returns ids int64 and scores [m, _NARROW], padded with
+    id `vocab` and -inf.
+    """
+    mask = scores > -torch.inf
+    row, column = mask.nonzero(as_tuple=True)
+    counts = mask.sum(1)
+    place = torch.arange(len(row), device=scores.device) - (counts.cumsum(0) - counts)[row]
+    ids = column.new_full((len(scores), _NARROW), scores.shape[1])
+    values = scores.new_full((len(scores), _NARROW), -torch.inf)
+    ids[row, place] = column
+    values[row, place] = scores[row, column]
+    return ids, values
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """Probabilities of scores [m, width] as int64, in units of 1 / _WEIGHT_SCALE."""
+    return (scores.double().softmax(-1) * _WEIGHT_SCALE).long()
+
+
+def _top_p(scores: Tensor, weights: Tensor, top_p: list[float]) -> Tensor:
+    """Which of scores [m, width] belong to the smallest set of at least top_p of the mass; bool [m, width].
+
+    As in transformers: from the least likely up, entries go while their sum stays within 1 - top_p.
+    """
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    rows = [i for i, p in enumerate(top_p) if p < 1]
+    if not rows:
+        return keep
+    index = torch.tensor(rows, device=scores.device)
+    scores, weights = scores[index], weights[index]
+    total = weights.sum(1)
+    limit = (total.double() * (1 - torch.tensor([top_p[i] for i in rows], device=scores.device).double())).long()
+    if scores.shape[1] <= _NARROW:
+        keep[index] = _nucleus(scores, weights, limit)
+        return keep
+    # where the best _NARROW hold the nucleus, all others go, and only the best need sorting
+    best = scores >= scores.topk(_NARROW).values[:, -1:]
+    others = total - (weights * best).sum(1)
+    fits = (others <= limit) & (best.sum(1) <= _NARROW)
+    if fits.any():
+        ids, values = _compact(scores[fits].masked_fill(~best[fits], -torch.inf))
+        padded = torch.nn.functional.pad(weights[fits], (0, 1))
+        narrow = _nucleus(values, padded.gather(1, ids), limit[fits] - others[fits])
+        keep[index[fits]] = keep.new_zeros(padded.shape).scatter(1, ids, narrow)[:, :-1]
+    if not fits.all():
+        keep[index[~fits]] = _nucleus(scores[~fits], weights[~fits], limit[~fits])
+    return keep
+
+
+def _nucleus(scores: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    """All of scores [m, width] but the least likely whose weights sum to at most limit [m]; bool [m, width]."""
+    order = scores.sort(dim=1, stable=True).indices
+    gone = weights.gather(1, order).cumsum(1) <= limit.unsqueeze(1)
+    gone[:, -1] = False  # the most likely stays
+    return torch.empty_like(gone).scatter(1, order, ~gone)
+
+
+def _min_p(weights: Tensor, min_p: list[float]) -> Tensor:
+    """Which weights [m, width] are at least min_p of the row's largest; bool [m, width]."""
+    if not any(min_p):
+        return torch.ones_like(weights, dtype=torch.bool)
+    floor = weights.amax(1, keepdim=True).double() * torch.tensor(min_p, device=weights.device).double().unsqueeze(1)
+    return weights.double() >= floor
+
+
+def _inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """The first column at which the running sum of int64 weights [m, width] passes the fraction u [m] of all."""
+    cumulative = weights.cumsum(1)
+    total = cumulative[:, -1]
+    target = (u * total.double()).long().minimum(total - 1)
+    return torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+
+
+def _report(result: SampledTokens, logits: Tensor, scores: Tensor, requests: Sequence[Request]) -> None:
+    """Fill in what the requests asked to see."""
+    ok = [(i, r.params) for i, r in enumerate(requests) if i not in result.errors]
+    for i, params in ok:
+        if params.keep_logits:
+            result.logits[i] = logits[i].to(torch.float32, copy=True)
+        if params.keep_scores:
+            result.scores[i] = scores[i].clone()
+    asking = [i for i, params in ok if params.logprobs is not None]
+    if not asking:
+        return
+    logprobs = logits[torch.tensor(asking, device=logits.device)].float().log_softmax(-1)
+    # always the same number, so that how ties are ordered does not depend on the other rows
+    best, ids = (t.tolist() for t in logprobs.topk(min(_MAX_LOGPROBS, logprobs.shape[1])))
+    for place, i in enumerate(asking):
+        token, count = result.token_ids[i], requests[i].params.logprobs or 0
+        chosen = {token: float(logprobs[place, token])}
+        result.logprobs[i] = chosen | dict(zip(ids[place][:count], best[place][:count], strict=True))
