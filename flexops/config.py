@@ -107,6 +107,8 @@ class FlexHybridConfig(PretrainedConfig):
         ):
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} is not supported: it must be from {low} to {high}")
+        if self.mamba_chunk_size < 16 or self.mamba_chunk_size & (self.mamba_chunk_size - 1):
+            raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size} must be a power of two from 16")
         if self.rotary_dim % 2:
             raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor} gives an odd rotary dimension")
 
@@ -143,6 +145,8 @@ class EngineConfig:
     the memory that is available when the engine is made).
     max_num_requests: requests that run at once.
     max_batched_tokens: prefill work of one step in token-layers (tokens times layers they pass).
+    decode_slowdown: beside decodes a step takes only as much prefill as lets it last so many times what the decodes
+    alone take, by the engine's own measurements; None always allows max_batched_tokens. Never changes a result.
     max_model_len: prompt plus output of one request; None takes the model's max_position_embeddings.
     selective_batching: False runs requests grouped by whole layout, one group after another (ablation of §5.1).
     check_integrity: prove the pool whole and poison freed pages after every step (tests).
@@ -152,6 +156,7 @@ class EngineConfig:
     memory_fraction: float = 0.25
     max_num_requests: int = 256
     max_batched_tokens: int = 32768
+    decode_slowdown: float | None = 1.6
     max_model_len: int | None = None
     selective_batching: bool = True
     check_integrity: bool = False
@@ -160,6 +165,8 @@ class EngineConfig:
         for name in ("max_num_requests", "max_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.decode_slowdown is not None and not self.decode_slowdown > 1:
+            raise ValueError(f"decode_slowdown={self.decode_slowdown} must be above 1, or None for no limit")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be positive, or None for a share of the memory")
         if not 0 < self.memory_fraction <= 0.95:

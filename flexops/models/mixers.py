@@ -25,7 +25,7 @@ class AttentionMixer(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=bias)
 
     def forward(self, u: Tensor, cu_seqlens: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
-        """u: [T, hidden_size] packed; positions: int32 [T]; cos_sin: see `kernels.apply_rope`. Returns the same shape."""
+        """u: [T, hidden_size] packed; positions: int32 [T]; cos_sin as in `kernels.apply_rope`. Returns u's shape."""
         q = self.q_proj(u).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(u).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(u).unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -103,9 +103,9 @@ class SwiGLU(nn.Module):
 
 
 def rope_table(config: FlexHybridConfig, length: int, device: torch.device | str) -> Tensor | None:
-    """cos and sin of every position, fp32 [length, rotary_dim] as `kernels.apply_rope` wants them; None without RoPE."""
+    """cos and sin of every position, fp32 [length, rotary_dim] for `kernels.apply_rope`; None without RoPE."""
     if config.rope_theta is None:
         return None
     exponent = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), config.rope_theta ** -exponent)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), config.rope_theta**-exponent)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

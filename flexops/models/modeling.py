@@ -54,7 +54,7 @@ class FlexHybridLayer(nn.Module):
         self.ffn = SwiGLU(config) if has_ffn else None
 
     def route(self, u: Tensor, seqs: "_Sequences", forced: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Probabilities [R, 2] and routes [R] of the sequences whose layer inputs are u; `forced` [R] wins (-1: gate)."""
+        """Probabilities [R, 2] and routes [R] of sequences with layer inputs u; `forced` [R] wins (-1: gate)."""
         if self.gate is None:
             fixed = fk.ATTENTION if self.ssm is None else fk.SSM
             routes = torch.full((len(seqs.lengths),), fixed, dtype=torch.int32, device=u.device)
@@ -185,6 +185,13 @@ class FlexHybridModel(FlexHybridPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> "FlexHybridModel":
+        """A transformers model (Llama, Mamba-2, Bamba) as a fixed layout, sharing its weights; see `models.loading`."""
+        from .loading import from_model
+
+        return from_model(model)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
@@ -242,7 +249,7 @@ class FlexHybridModel(FlexHybridPreTrainedModel, GenerationMixin):
             request=request,
             prompt_lengths=prompts.clamp(min=1),
             cos_sin=rope_table(config, input_ids.shape[1], input_ids.device),
-            gate_bias=torch.as_tensor(gate_bias, dtype=torch.float32, device=mask.device).repeat(len(lengths) if torch.as_tensor(gate_bias).dim() == 0 else 1),
+            gate_bias=lengths.new_zeros(len(lengths), dtype=torch.float32) + gate_bias,
         )
         forced = resolve_layout(layout, config, len(lengths))
 
@@ -281,7 +288,7 @@ class FlexHybridModel(FlexHybridPreTrainedModel, GenerationMixin):
         for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
             if tensor is not None and tensor.shape != input_ids.shape:
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}, but input_ids has {list(input_ids.shape)}: they must be equal"
+                    f"{name} has shape {list(tensor.shape)}, not that of input_ids {list(input_ids.shape)}"
                 )
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if not mask.any(1).all():

@@ -37,8 +37,8 @@ class SSMBatch:
     """The compact SSM rows of one layer: `num_decodes` rows of a token each, then prefill ranges.
 
     positions: int32 [num_decodes].  state_pages, conv_pages: int32 [R, pages], where each request's state and window
-    live; `initial_*` hold -1 rows where a prefill range starts from nothing.  cu_seqlens, seq_starts: int32, the prefill
-    ranges among the rows behind the decodes.
+    live; `initial_*` hold -1 rows where a prefill range starts from nothing.  cu_seqlens, seq_starts: int32, the
+    prefill ranges among the rows behind the decodes.
     """
 
     num_decodes: int
@@ -95,9 +95,7 @@ class PackedMamba2:
         self.A_log, self.D, self.dt_bias = (p.detach() for p in (mixer.A_log, mixer.D, mixer.dt_bias))
         self.norm_weight = mixer.norm.weight.detach()
 
-    def __call__(
-        self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType
-    ) -> Tensor:
+    def __call__(self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType) -> Tensor:
         """u: [T, hidden_size] compact rows -> [T, hidden_size]; states and windows move on by this batch's tokens."""
         mixer, n = self.mixer, batch.num_decodes
         z, xBC, dt = self.in_proj(u).split(mixer.splits, dim=-1)

@@ -128,7 +128,7 @@ class StepBatch:
         )
 
     def ssm(self, layer_idx: int, rows: BranchRows) -> SSMBatch:
-        """The SSM branch's batch in one layer. A range that starts a prompt starts from nothing, whatever its length."""
+        """The SSM branch's batch in one layer. A range that starts a prompt starts from nothing, however short."""
         n = rows.num_decodes
         state_pages = self.tables.state_pages[layer_idx, rows.slots]
         conv_pages = self.tables.conv_pages[layer_idx, rows.slots]

@@ -4,13 +4,18 @@ A step admits what fits, carries every decode through all layers together with s
 samples. Requests come and go between any two steps.
 """
 
+import dataclasses
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..config import EngineConfig
+from ..kernels.linear import rows_are_exact
 from ..models.layout import Layout, layout_routes, layout_strip
 from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
@@ -20,7 +25,7 @@ from .memory import PageLayout, PagePool
 from .metrics import Metrics, decode_flops
 from .request import Request, RequestOutput, SamplingParams, Status
 from .sampler import SampledTokens, Sampler
-from .scheduler import Scheduler
+from .scheduler import Scheduler, SliceBudget
 from .tables import RequestTables
 
 
@@ -31,13 +36,20 @@ class Engine:
     threads at once.
     """
 
-    def __init__(self, model: FlexHybridModel, config: EngineConfig | None = None) -> None:
-        """Pack the weights and take the page pool.
+    def __init__(
+        self,
+        model: FlexHybridModel,
+        config: EngineConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Pack the weights and take the page pool. tokenizer: needed for `stop_strings` alone.
 
-        Raises ValueError where the pool would not hold one request of a single token.
+        Warns where the linear algebra of this machine lets a row depend on its neighbours: then tokens may depend on
+        the batch. Raises ValueError where the pool would not hold one request of a single token.
         """
         self.config = config or EngineConfig()
         self.model_config = model.config
+        self.tokenizer = tokenizer
         self.max_model_len = self.config.max_model_len or model.config.max_position_embeddings
         with torch.no_grad():
             packed = PackedModel(model, self.max_model_len)
@@ -52,8 +64,16 @@ class Engine:
         self.executor = Executor(packed, self.pool, self.tables)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
-        self._requests: dict[int, Request] = {}
+        self.slice_budget = SliceBudget(self.config)
+        self._requests: dict[tuple[int, int], Request] = {}  # by id and sample
+        self._held: list[RequestOutput] = []  # outputs of steps that `stream` or `score` took for somebody else
         self._next_id = 0
+        if device.type == "cpu" and not rows_are_exact(dtype):
+            warnings.warn(
+                f"{dtype} matrix products on this machine depend on the number of rows: tokens are right, but may "
+                "differ in rounding between one batch and another",
+                stacklevel=2,
+            )
         smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
         if smallest > num_pages:
             raise ValueError(
@@ -71,8 +91,8 @@ class Engine:
     ) -> int:
         """Queue a prompt; returns the request's id.
 
-        prompt: token ids.  layout: None lets the gates choose, see `layout_routes`.  gate_bias: added to every attention
-        logit of this request's gates.  priority: higher goes first.
+        prompt: token ids.  layout: None lets the gates choose, see `layout_routes`.  gate_bias: added to every
+        attention logit of this request's gates.  priority: higher goes first.
 
         Raises ValueError, and changes nothing, for an empty prompt, ids out of range, an unknown layout, or a request
         that could never fit.
@@ -82,22 +102,37 @@ class Engine:
         forced = layout_routes(layout, self.model_config)
         self._check_request(prompt, params, forced, gate_bias)
         seed = params.seed if params.seed is not None else int(torch.randint(2**62, (1,)).item())
+        return self._queue(prompt, params, forced, gate_bias, priority, seed, gate_tokens=len(prompt)).request_id
+
+    def _queue(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        forced: list[int],
+        gate_bias: float,
+        priority: int,
+        seed: int,
+        gate_tokens: int,
+    ) -> Request:
         request = Request(
             request_id=self._next_id,
+            sample=0,
             prompt=prompt,
             params=params,
             forced=forced,
             gate_bias=float(gate_bias),
             priority=priority,
-            arrival=self._next_id,
             seed=seed,
             added_at_us=_now_us(),
+            gate_tokens=gate_tokens,
+            first_logit_row=len(prompt) - 1,
+            forks_left=params.n - 1,
         )
         self._next_id += 1
-        self._requests[request.request_id] = request
+        self._requests[request.request_id, 0] = request
         self.scheduler.add(request)
         self.metrics.requests_added += 1
-        return request.request_id
+        return request
 
     def _check_request(self, prompt: list[int], params: SamplingParams, forced: list[int], gate_bias: float) -> None:
         vocab = self.model_config.vocab_size
@@ -105,7 +140,11 @@ class Engine:
             raise ValueError("the prompt has no tokens: give it at least one, such as the bos token")
         if min(prompt) < 0 or max(prompt) >= vocab:
             bad = next(token for token in prompt if not 0 <= token < vocab)
-            raise ValueError(f"token id {bad} is out of range [0, {vocab}): use the tokenizer that belongs to the model")
+            raise ValueError(
+                f"token id {bad} is out of range [0, {vocab}): use the tokenizer that belongs to the model"
+            )
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop_strings={params.stop_strings!r} need a tokenizer: Engine(model, config, tokenizer)")
         if gate_bias != gate_bias or gate_bias in (float("inf"), float("-inf")):
             raise ValueError(f"gate_bias={gate_bias} must be finite; use layout= to force a route")
         total = len(prompt) + params.max_new_tokens
@@ -117,8 +156,8 @@ class Engine:
         needed = self.tables.pages_for_all(forced, total)
         if needed > self.pool.num_pages:
             raise ValueError(
-                f"a request of {total} tokens may need {needed} pages, but the pool has {self.pool.num_pages}: shorten it "
-                f"or set memory_bytes to at least {needed * self.pool.layout.page_bytes}"
+                f"a request of {total} tokens may need {needed} pages, but the pool has {self.pool.num_pages}: "
+                f"shorten it or set memory_bytes to at least {needed * self.pool.layout.page_bytes}"
             )
 
     def has_unfinished(self) -> bool:
@@ -126,11 +165,9 @@ class Engine:
         return bool(self._requests)
 
     def abort(self, request_id: int) -> None:
-        """Drop a request wherever it stands; one that has finished is ignored."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.finish(request)
-            self.metrics.record_finished(request, "abort", _now_us())
+        """Drop a request with all its samples, wherever they stand; one that has finished is ignored."""
+        for key in [key for key in self._requests if key[0] == request_id]:
+            self._leave(self._requests[key], "abort", _now_us())
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
@@ -139,12 +176,14 @@ class Engine:
         for request in self.scheduler.admit():
             request.prefill = self.executor.start_prefill(request)
         decodes = self.scheduler.make_room()
-        plan = self.scheduler.plan_prefill()
-        outputs: list[RequestOutput] = []
+        plan = self.scheduler.plan_prefill(self.slice_budget.allow(len(decodes)))
+        outputs, self._held = self._held, []
         for group, group_plan in self._groups(decodes, plan):
             outputs.extend(self._run(group, group_plan))
+        elapsed = _now_us() - started
+        self.slice_budget.observe(len(decodes), sum(s.end - s.start for slices in plan for s in slices), elapsed)
         self.metrics.steps += 1
-        self.metrics.step_time_us += _now_us() - started
+        self.metrics.step_time_us += elapsed
         if self.config.check_integrity:
             self.check_integrity()
         return outputs
@@ -152,13 +191,40 @@ class Engine:
     def stream(
         self, prompt: Sequence[int], params: SamplingParams | None = None, layout: Layout = None, gate_bias: float = 0.0
     ) -> Iterator[RequestOutput]:
-        """The outputs of one prompt as they come; other requests go on beside it. Leaving the loop aborts it."""
+        """The outputs of one prompt as they come; leaving the loop aborts it.
+
+        Other requests go on beside it; what they give is kept for the next `step`.
+        """
         request_id = self.add_request(prompt, params, layout, gate_bias)
         try:
-            while request_id in self._requests:
-                yield from (output for output in self.step() if output.request_id == request_id)
+            while any(key[0] == request_id for key in self._requests):
+                outputs = self.step()
+                self._held.extend(output for output in outputs if output.request_id != request_id)
+                yield from (output for output in outputs if output.request_id == request_id)
         finally:
             self.abort(request_id)
+
+    def score(
+        self, prompt: Sequence[int], continuation: Sequence[int], layout: Layout = None, gate_bias: float = 0.0
+    ) -> list[float]:
+        """Log-probability of each token of a continuation, given the prompt and the tokens before it.
+
+        The gates see the prompt alone, as they would if the continuation were generated. Other requests go on beside
+        it. Raises ValueError as `add_request` does, and for an empty continuation.
+        """
+        prompt, continuation = [int(token) for token in prompt], [int(token) for token in continuation]
+        if not continuation:
+            raise ValueError("the continuation has no tokens: give it at least one to score")
+        forced, params = layout_routes(layout, self.model_config), SamplingParams(max_new_tokens=1)
+        self._check_request(prompt, params, forced, gate_bias)
+        self._check_request([*prompt, *continuation], params, forced, gate_bias)
+        fed = [*prompt, *continuation[:-1]]
+        request = self._queue(fed, params, forced, gate_bias, 0, seed=0, gate_tokens=len(prompt))
+        request.first_logit_row = len(prompt) - 1
+        request.continuation = continuation
+        while (request.request_id, 0) in self._requests:
+            self._held.extend(self.step())
+        return request.scores
 
     def stats(self) -> dict[str, object]:
         """Counters (`Metrics.as_dict`), queue lengths and the pool's use."""
@@ -202,24 +268,67 @@ class Engine:
                 self.model_config, request.routes, len(request.prompt) + request.replayed
             )
         self.metrics.decode_steps += len(decodes)
-        for request in owners[len(decodes) :]:
-            self._end_prefill(request)
         # a preempted request computes its old tokens again; it samples when it has caught up
-        current = [i for i, r in enumerate(owners) if r.replayed == len(r.output)]
-        if not current:
+        rows = [i for i, r in enumerate(decodes) if r.replayed == len(r.output)]
+        sampling = [decodes[i] for i in rows]
+        for i, request in enumerate(owners[len(decodes) :], start=len(decodes)):
+            if request.continuation:
+                self._score_row(request, logits[i])
+                continue
+            for sample in (request, *self._end_prefill(request)):
+                if not sample.output:
+                    rows.append(i)
+                    sampling.append(sample)
+        if not sampling:
             return []
-        if len(current) < len(owners):
-            logits = logits[torch.tensor(current, device=logits.device)]
-        sampling = [owners[i] for i in current]
+        if rows != list(range(len(logits))):
+            logits = logits[torch.tensor(rows, device=logits.device)]
         return self._emit(sampling, self.sampler.sample(logits, sampling))
 
-    def _end_prefill(self, request: Request) -> None:
+    def _end_prefill(self, request: Request) -> list[Request]:
+        """The prompt has passed all layers: the request decodes from now on. Returns further samples split off it."""
         request.status = Status.DECODE
         request.prefill = None
         self.tables.context[request.slot] = len(request.prompt)
         if not request.preemptions:
             self.metrics.prompt_tokens += len(request.prompt)
             self.metrics.layouts[layout_strip(request.routes)] += 1
+        samples = []
+        for sample in range(1, request.forks_left + 1):
+            twin = dataclasses.replace(
+                request,
+                sample=sample,
+                seed=request.seed + sample,
+                routes=list(request.routes),
+                gate_margins=list(request.gate_margins),
+                output=[],
+                continuation=[],
+                scores=[],
+                forks_left=0,
+            )
+            self._requests[request.request_id, sample] = twin
+            slot = self.tables.fork(request.slot)
+            if slot is None:  # no room beside the first sample: this one prefills by itself later, to the same bits
+                twin.slot, twin.status = -1, Status.WAITING
+                self.scheduler.add(twin)
+            else:
+                twin.slot = slot
+                self.scheduler.running.append(twin)
+                samples.append(twin)
+        request.forks_left = 0
+        return samples
+
+    def _score_row(self, request: Request, logits: Tensor) -> None:
+        token = request.continuation[len(request.scores)]
+        request.scores.append(float(logits.float().log_softmax(-1)[token]))
+        if len(request.scores) == len(request.continuation):
+            self._leave(request, "score", _now_us())
+
+    def _leave(self, request: Request, reason: str, now_us: float) -> None:
+        """A request ends: its memory is free, nothing of it stays behind."""
+        del self._requests[request.request_id, request.sample]
+        self.scheduler.finish(request)
+        self.metrics.record_finished(request, reason, now_us)
 
     def _emit(self, requests: list[Request], sampled: SampledTokens) -> list[RequestOutput]:
         """Append the sampled tokens, end what has ended, and report."""
@@ -236,10 +345,11 @@ class Engine:
                 self.metrics.generated_tokens += 1
                 if request.first_token_at_us is None:
                     request.first_token_at_us = now
-                reason, error = _finish_reason(request)
+                reason, error = self._finish_reason(request)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
+                    sample=request.sample,
                     new_token_ids=new_tokens,
                     token_ids=list(request.output),
                     finish_reason=reason,
@@ -249,30 +359,37 @@ class Engine:
                     logprobs=sampled.logprobs_of(row),
                     logits=sampled.logits_of(row),
                     scores=sampled.scores_of(row),
-                    time_to_first_token_us=request.first_token_at_us and request.first_token_at_us - request.added_at_us,
+                    time_to_first_token_us=request.first_token_at_us
+                    and request.first_token_at_us - request.added_at_us,
                     error=error,
                 )
             )
             if reason is not None:
-                del self._requests[request.request_id]
-                self.scheduler.finish(request)
-                self.metrics.record_finished(request, reason, now)
+                self._leave(request, reason, now)
         return outputs
 
+    def _finish_reason(self, request: Request) -> tuple[str | None, Exception | None]:
+        """Why a request ends with its newest token, if it does; a stop check of its own that raises ends it too."""
+        params = request.params
+        if request.output[-1] in params.stop_token_ids:
+            return "stop", None
+        if params.stop_strings and self._has_stop_string(request):
+            return "stop", None
+        if params.stop_checks:
+            ids = torch.tensor([[*request.prompt, *request.output]])
+            try:
+                if any(check(ids) for check in params.stop_checks):
+                    return "stop", None
+            except Exception as error:  # the request's own code: it ends this request and no other
+                return "error", error
+        return ("length", None) if len(request.output) >= params.max_new_tokens else (None, None)
 
-def _finish_reason(request: Request) -> tuple[str | None, Exception | None]:
-    """Why a request ends with its newest token, if it does; a stop check of its own that raises ends it too."""
-    params = request.params
-    if request.output[-1] in params.stop_token_ids:
-        return "stop", None
-    if params.stop_checks:
-        ids = torch.tensor([[*request.prompt, *request.output]])
-        try:
-            if any(check(ids) for check in params.stop_checks):
-                return "stop", None
-        except Exception as error:  # the request's own code: it ends this request and no other
-            return "error", error
-    return ("length", None) if len(request.output) >= params.max_new_tokens else (None, None)
+    def _has_stop_string(self, request: Request) -> bool:
+        """Whether the newest token completes a stop string. Each token gives a byte or more, so a tail suffices."""
+        assert self.tokenizer is not None, "checked when the request was added"
+        longest = max(len(text.encode()) for text in request.params.stop_strings)
+        text = self.tokenizer.decode(request.output[-longest - 1 :])
+        return any(stop in text for stop in request.params.stop_strings)
 
 
 def _pool_bytes(config: EngineConfig, device: torch.device) -> int:

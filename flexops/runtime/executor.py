@@ -59,7 +59,8 @@ class Executor:
         """One step.
 
         decodes: requests that append a token, token_ids: that token.  plan: the slices of each layer.
-        Returns logits [n, vocab] for every decode and every prompt that ends in this step, and those requests.
+        Returns logits [n, vocab] for every decode, then for the prompt rows that want them (`first_logit_row`), and the
+        requests they belong to.
         """
         ops, model = self.ops, self.model
         step = StepBatch(self.tables, np.array([r.slot for r in decodes], dtype=np.int64), self.device)
@@ -79,14 +80,19 @@ class Executor:
             self._run_layer(layer_idx, layer, step, rows)
             if layer_idx + 1 < self.num_layers:
                 self._collect_gate_rows(layer_idx + 1, rows, len(decodes))
-        finished = [s for s in plan[-1] if s.end == len(s.request.prompt)]
-        if rows is None or not (decodes or finished):
-            return model.embedding.new_empty(0, self.model.head.out_features), []
-        ends = len(decodes) + np.cumsum([s.end - s.start for s in rows.slices], dtype=np.int64) - 1
-        last_rows = [int(end) for end, s in zip(ends, rows.slices, strict=True) if s in finished]
-        wanted = torch.tensor([*range(len(decodes)), *last_rows], dtype=torch.int32, device=self.device)
-        hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, wanted)
-        return model.head(hidden), [*decodes, *(s.request for s in finished)]
+        wanted, owners = list(range(len(decodes))), list(decodes)
+        offset = len(decodes)
+        for s in plan[-1]:
+            first = max(s.start, s.request.first_logit_row)
+            wanted.extend(range(offset + first - s.start, offset + s.end - s.start))
+            owners.extend([s.request] * (s.end - first))
+            offset += s.end - s.start
+        if not wanted:
+            return model.embedding.new_empty(0, model.head.out_features), []
+        assert rows is not None, "rows that give logits have passed the last layer"
+        index = torch.tensor(wanted, dtype=torch.int32, device=self.device)
+        hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
+        return model.head(hidden), owners
 
     def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: tuple[PrefillSlice, ...]) -> None:
         """Choose the routes of the requests whose first slice enters the layer, and give them its pages."""
@@ -94,8 +100,8 @@ class Executor:
         undecided = [r for r in entering if layer_idx >= len(r.routes) and r.forced[layer_idx] < 0]
         if undecided:
             gate = layer.gate
-            lengths = torch.tensor([len(r.prompt) for r in undecided], device=self.device)
-            z = undecided[0].prefill.z if len(undecided) == 1 else torch.cat([r.prefill.z for r in undecided])
+            lengths = torch.tensor([r.gate_tokens for r in undecided], device=self.device)
+            z = torch.cat([r.prefill.z[: r.gate_tokens] for r in undecided])
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             bias = torch.tensor([r.gate_bias for r in undecided], dtype=torch.float32, device=self.device)
             weights = (gate.b1.detach(), gate.w2.detach(), gate.b2.detach())

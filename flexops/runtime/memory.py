@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import FlexHybridConfig
 
 MIN_PAGE_TOKENS = 16
+CACHE_LINE = 64
 
 
 class PoolExhausted(Exception):
@@ -44,8 +45,8 @@ class PageLayout:
         token_bytes = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
         head_bytes = config.mamba_d_head * config.mamba_d_state * 4
         largest = max(
-            MIN_PAGE_TOKENS * token_bytes if "ssm" != _only_route(config) else 0,
-            head_bytes if "attention" != _only_route(config) else 0,
+            MIN_PAGE_TOKENS * token_bytes if _only_route(config) != "ssm" else 0,
+            head_bytes if _only_route(config) != "attention" else 0,
         )
         page_bytes = 1 << (largest - 1).bit_length()
         heads = max(1, min(config.mamba_n_heads, page_bytes // head_bytes))
@@ -155,8 +156,7 @@ class PagePool:
         self.reserved = 0
         self.ref_counts = np.zeros(num_pages, dtype=np.int32)
         self._free = FreeRuns(num_pages)
-        # zeros are mapped lazily by the system: a large pool costs memory only as it is used
-        self.memory = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.memory = _zeros(num_pages, layout.page_bytes, device)
         typed, floats = self.memory.view(dtype), self.memory.view(torch.float32)
         kv_heads, head_dim, tokens = config.num_key_value_heads, config.head_dim, layout.page_tokens
         self.kv_cache = _view(typed, (2, kv_heads, tokens, head_dim))
@@ -193,6 +193,12 @@ class PagePool:
         assert (self.ref_counts[pages] > 0).all(), "shared a free page"
         self.ref_counts[pages] += 1
 
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Contents of pages to as many other pages."""
+        device = self.memory.device
+        old, new = (torch.from_numpy(pages.astype(np.int64)).to(device) for pages in (source, target))
+        self.memory.index_copy_(0, new, self.memory.index_select(0, old))
+
     def release(self, pages: list[int], poison: bool = False) -> None:
         """One owner less for each page; pages without one are free. `poison` fills those with NaN bytes."""
         assert (self.ref_counts[pages] > 0).all(), "released a free page"
@@ -212,6 +218,15 @@ class PagePool:
         assert (self.ref_counts[free] == 0).all(), "a free page has an owner"
         assert self.free + int((self.ref_counts > 0).sum()) == self.num_pages, "a page is lost"
         assert 0 <= self.reserved <= self.free, "more is reserved than is free"
+
+
+def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> Tensor:
+    """The pool's memory, uint8 [num_pages, page_bytes]. On the CPU the system maps a page when it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+    memory = torch.from_numpy(np.zeros(num_pages * page_bytes + CACHE_LINE, dtype=np.uint8))
+    start = -memory.data_ptr() % CACHE_LINE
+    return memory[start : start + num_pages * page_bytes].view(num_pages, page_bytes)
 
 
 def _view(pages: Tensor, shape: tuple[int, ...]) -> Tensor:

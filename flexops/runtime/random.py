@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a pure function of (seed, position), so they do not depend on what else is sampled."""
+"""Counter-based random numbers: a function of (seed, sample, position), whatever else is sampled beside them."""
 
 from collections.abc import Sequence
 
@@ -26,16 +26,15 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
     return np.stack([c0, c1, c2, c3])
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number per (seed, position), float64 [n] in [0, 1), 53 random bits each.
+def uniform(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number per (seed, sample, position), float64 [n] in [0, 1), 53 random bits each.
 
-    seeds: any integers, taken modulo 2**64.  positions: from 0, below 2**64.
+    seeds: any integers, taken modulo 2**64.  samples: from 0, below 2**32.  positions: from 0, below 2**64.
     """
     seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
+    sample = np.array(samples, dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
-    zero = np.zeros_like(position)
-    words = philox4x32(
-        np.stack([position & _MASK32, position >> _SHIFT32, zero, zero]), np.stack([seed & _MASK32, seed >> _SHIFT32])
-    )
+    counter = np.stack([position & _MASK32, position >> _SHIFT32, sample, np.zeros_like(sample)])
+    words = philox4x32(counter, np.stack([seed & _MASK32, seed >> _SHIFT32]))
     bits = ((words[0] << _SHIFT32) | words[1]) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""A request's life: what was asked (`SamplingParams`), where it stands (`Request`), what comes out (`RequestOutput`)."""
+"""A request's life: what was asked (`SamplingParams`), where it stands (`Request`), what it gave (`RequestOutput`)."""
 
 import math
 from collections.abc import Callable
@@ -19,9 +19,11 @@ class SamplingParams:
     temperature: 0 takes the most likely token; otherwise logits are divided by it.
     top_k (0: off), top_p (1: off), min_p (0: off): truncation, in this order.
     repetition_penalty (1: off): over prompt and output.  presence_penalty (0: off): over the output.
-    seed: random numbers depend on (seed, position) alone, so a request gives the same tokens in any batch; None
-    draws one from torch's generator when the request is added.
+    seed: random numbers depend on (seed, sample, position) alone, so a request gives the same tokens in any batch;
+    None draws one from torch's generator when the request is added.
     stop_token_ids: ends the request, the token is kept in the output.
+    stop_strings: text that ends the request wherever in a token it ends; needs an engine with a tokenizer.
+    n: samples of one prompt; it is computed once and its pages are shared.
     logprobs: report the log-probability of each chosen token and of this many most likely ones; None: none.
     keep_logits, keep_scores: report each step's logits as the model gave them, and after processing.
     logits_processors, stop_checks: your own, called with this request's ids alone, without padding.
@@ -39,6 +41,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    n: int = 1
     logprobs: int | None = None
     keep_logits: bool = False
     keep_scores: bool = False
@@ -62,6 +66,8 @@ class SamplingParams:
             "finite and above 0 (1 is off)",
         )
         require(math.isfinite(self.presence_penalty), "presence_penalty", "finite (0 is off)")
+        require(self.n >= 1, "n", "at least 1")
+        require(all(self.stop_strings), "stop_strings", "non-empty texts")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "None or from 0 to 20")
 
 
@@ -78,14 +84,15 @@ class Status(Enum):
 class RequestOutput:
     """What one step gave for one request.
 
-    new_token_ids: the tokens of this step.  token_ids: all so far.  finish_reason: "stop", "length", "abort" or
-    "error" (then `error` says what a processor of the request's own raised); None while it runs.
-    layout: the routes of all layers.  gate_margins: |p_attn - p_ssm| per layer, 1.0 where the route was given.
+    sample: which of the request's n samples.  new_token_ids: the tokens of this step.  token_ids: all so far.
+    finish_reason: "stop", "length" or "error" (then `error` says what the request's own code raised); None while it
+    runs.  layout: the routes of all layers.  gate_margins: |p_attn - p_ssm| per layer, 1.0 where the route was given.
     logprobs: per new token, {token id: log-probability}.  logits, scores: per new token [vocab] fp32, where asked.
     time_to_first_token_us: set with the first token.
     """
 
     request_id: int
+    sample: int
     new_token_ids: list[int]
     token_ids: list[int]
     finish_reason: str | None
@@ -122,14 +129,16 @@ class Request:
     """A request inside the engine. The engine alone writes to it."""
 
     request_id: int
+    sample: int
     prompt: list[int]
     params: SamplingParams
     forced: list[int]  # a route per layer, -1 where the gate decides
     gate_bias: float
     priority: int
-    arrival: int  # order of arrival, kept through preemption
     seed: int
     added_at_us: float
+    gate_tokens: int  # leading tokens of the prompt that the gates pool; fewer than all where a continuation is scored
+    first_logit_row: int  # prompt rows from here on give logits; the last one alone but where a continuation is scored
     status: Status = Status.WAITING
     routes: list[int] = field(default_factory=list)  # chosen so far, a prefix of the layers
     gate_margins: list[float] = field(default_factory=list)
@@ -138,9 +147,12 @@ class Request:
     prefill: PrefillProgress | None = None
     slot: int = -1  # row of the engine's tables while it holds memory
     first_token_at_us: float | None = None
-    last_token_at_us: float | None = None
     preemptions: int = 0
+    forks_left: int = 0  # samples that still have to be split off at the end of the prefill
+    continuation: list[int] = field(default_factory=list)  # tokens to score, of which the prompt holds all but the last
+    scores: list[float] = field(default_factory=list)  # log-probabilities of the continuation so far
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
+    def rank(self) -> tuple[int, int, int]:
+        """Place in the line: by priority, then by arrival, which is the order of ids."""
+        return (-self.priority, self.request_id, self.sample)

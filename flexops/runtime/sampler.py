@@ -20,8 +20,9 @@ from .request import Request, SamplingParams
 
 # top-k sets and nearly every nucleus fit in this many tokens, so that the vocabulary need not be sorted
 _NARROW = 1024
-# probabilities become integers in units of 2**-52: their sums are exact in any order, and below 2**53
-_WEIGHT_SCALE = 2.0**52
+# fp32 probabilities become integers in units of 2**-44, whose sums are exact in any order and in float64
+_WEIGHT_SCALE = 2.0**44
+_CPU_CHUNK = 2**18  # scores sampled at a time
 _MAX_LOGPROBS = 20
 
 
@@ -89,24 +90,41 @@ class Sampler:
         assert logits.shape == (len(requests), self.vocab_size)
         if all(self._is_plain(request) for request in requests):
             return SampledTokens(logits.argmax(-1).tolist())
-        result = SampledTokens([])
+        result = SampledTokens([-1] * len(requests))
         scores = logits.to(torch.float32, copy=True)
         self._apply_penalties(scores, requests)
         _forbid_early_stops(scores, requests, self.vocab_size)
         _run_processors(scores, requests, result.errors)
-        tokens = scores.argmax(-1)
-        sampled = [i for i, r in enumerate(requests) if r.params.temperature > 0 and i not in result.errors]
-        if sampled:
-            rows = torch.tensor(sampled, device=scores.device)
-            tokens[rows], scores[rows], failed = _draw(scores[rows], [requests[i] for i in sampled])
-            for row in failed:
-                result.errors[sampled[row]] = ValueError(
+        greedy: list[int] = []
+        sampled: list[int] = []
+        for i, request in enumerate(requests):
+            if i not in result.errors:
+                (sampled if request.params.temperature > 0 else greedy).append(i)
+        if greedy:
+            for i, token in zip(greedy, _take(scores, greedy).argmax(-1).tolist(), strict=True):
+                result.token_ids[i] = token
+        # on a CPU a few rows at a time, whose intermediates stay in the cache
+        step = max(1, _CPU_CHUNK // self.vocab_size) if scores.device.type == "cpu" else len(requests)
+        for start in range(0, len(sampled), step):
+            rows = sampled[start : start + step]
+            self._sample_rows(rows, scores, requests, result)
+        _report(result, logits, scores, requests)
+        return result
+
+    def _sample_rows(self, rows: list[int], scores: Tensor, requests: Sequence[Request], result: SampledTokens) -> None:
+        """Draw for these rows of scores [n, vocab]; a row whose scores are to be reported is overwritten with them."""
+        drawn_from = _take(scores, rows)
+        tokens, failed = _draw(drawn_from, [requests[i] for i in rows])
+        for place, (i, token) in enumerate(zip(rows, tokens, strict=True)):
+            if failed[place]:
+                result.errors[i] = ValueError(
                     "no token can be sampled: the scores hold NaN or infinity, or every token was ruled out; check the "
                     "request's logits_processors and temperature"
                 )
-        result.token_ids = [-1 if i in result.errors else token for i, token in enumerate(tokens.tolist())]
-        _report(result, logits, scores, requests)
-        return result
+                continue
+            result.token_ids[i] = token
+            if requests[i].params.keep_scores:
+                scores[i] = drawn_from[place]
 
     def _is_plain(self, request: Request) -> bool:
         """Whether the request's tokens are the argmax of its logits and nothing is reported beside them."""
@@ -177,40 +195,46 @@ def _run_processors(scores: Tensor, requests: Sequence[Request], errors: dict[in
             errors[i] = error
 
 
-def _draw(scores: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor, list[int]]:
+def _draw(scores: Tensor, requests: list[Request]) -> tuple[list[int], list[bool]]:
     """Sample one token per row.
 
-    scores: fp32 [m, vocab].  Returns tokens int64 [m]; scores [m, vocab] divided by temperature and -inf where cut
-    off; and the rows from which nothing could be sampled.
+    scores: fp32 [m, vocab], divided in place by the temperature; where they are to be reported, -inf where cut off.
+    Returns the tokens, and which rows had nothing to sample from.
     """
     params = [r.params for r in requests]
-    scores = scores / _column([p.temperature for p in params], scores)
+    scores /= _column([p.temperature for p in params], scores)
     broken = ~scores.amax(-1).isfinite()
-    failed = broken.nonzero().squeeze(1).tolist()
-    scores[broken] = 0.0  # any finite number: the row is reported as failed
+    failed = broken.tolist()
+    if any(failed):
+        scores[broken] = 0.0  # any finite number
     _keep_top_k(scores, params)
-    u = torch.from_numpy(uniform([r.seed for r in requests], [len(r.output) for r in requests])).to(scores.device)
+    draws = uniform([r.seed for r in requests], [r.sample for r in requests], [len(r.output) for r in requests])
+    u = torch.from_numpy(draws).to(scores.device)
     tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
     vocab_size = scores.shape[1]
-    fits = (scores > -torch.inf).sum(1) <= min(_NARROW, vocab_size - 1)
+    fits = ((scores > -torch.inf).sum(1) <= _NARROW) & (vocab_size > _NARROW)
     for narrow in (True, False):
-        rows = (fits == narrow).nonzero().squeeze(1)
-        if not len(rows):
+        rows = (fits == narrow).nonzero().squeeze(1).tolist()
+        if not rows:
             continue
-        group = [params[i] for i in rows.tolist()]
-        wide = values = scores[rows]
+        index = torch.tensor(rows, device=scores.device)
+        values = _take(scores, rows)
         if narrow:
-            ids, values = _compact(wide)
+            ids, values = _compact(values)
         weights = _weights(values)
-        keep = _top_p(values, weights, [p.top_p for p in group])
-        keep &= _min_p(weights * keep, [p.min_p for p in group])
-        chosen = _inverse_cdf(weights * keep, u[rows])
-        if narrow:
-            chosen = ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
-            keep = keep.new_zeros(len(rows), vocab_size + 1).scatter(1, ids, keep)[:, :vocab_size]
-        tokens[rows] = chosen
-        scores[rows] = wide.masked_fill(~keep, -torch.inf)
-    return tokens, scores, failed
+        _cut_tail(values, weights, [params[i] for i in rows])
+        chosen = _inverse_cdf(weights, u[index])
+        tokens[index] = ids.gather(1, chosen.unsqueeze(1)).squeeze(1) if narrow else chosen
+        if any(params[i].keep_scores for i in rows):
+            if narrow:
+                values = scores.new_full((len(rows), vocab_size + 1), -torch.inf).scatter(1, ids, values)[:, :-1]
+            scores[index] = values
+    return tokens.tolist(), failed
+
+
+def _take(tensor: Tensor, rows: list[int]) -> Tensor:
+    """The rows of a tensor; itself, not a copy, where they are all."""
+    return tensor if len(rows) == len(tensor) else tensor[torch.tensor(rows, device=tensor.device)]
 
 
 def _keep_top_k(scores: Tensor, params: list[SamplingParams]) -> None:
@@ -218,11 +242,12 @@ def _keep_top_k(scores: Tensor, params: list[SamplingParams]) -> None:
     rows = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
     if not rows:
         return
-    index = torch.tensor(rows, device=scores.device)
     k = torch.tensor([params[i].top_k for i in rows], device=scores.device)
-    selected = scores[index]
+    selected = _take(scores, rows)
     kth = selected.topk(int(k.max())).values.gather(1, (k - 1).unsqueeze(1))
-    scores[index] = selected.masked_fill_(selected < kth, -torch.inf)
+    selected.masked_fill_(selected < kth, -torch.inf)
+    if selected is not scores:
+        scores[torch.tensor(rows, device=scores.device)] = selected
 
 
 def _compact(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,53 +269,61 @@ def _compact(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weights(scores: Tensor) -> Tensor:
     """Probabilities of scores [m, width] as int64, in units of 1 / _WEIGHT_SCALE."""
-    return (scores.double().softmax(-1) * _WEIGHT_SCALE).long()
+    return scores.softmax(-1).mul_(_WEIGHT_SCALE).long()
 
 
-def _top_p(scores: Tensor, weights: Tensor, top_p: list[float]) -> Tensor:
-    """Which of scores [m, width] belong to the smallest set of at least top_p of the mass; bool [m, width].
+def _cut_tail(scores: Tensor, weights: Tensor, params: list[SamplingParams]) -> None:
+    """Top-p, then min-p, in place: -inf and weight 0 for what they cut off. scores fp32, weights int64 [m, width]."""
+    for rows, cut in (
+        ([i for i, p in enumerate(params) if p.top_p < 1], _outside_top_p),
+        ([i for i, p in enumerate(params) if p.min_p > 0], _below_min_p),
+    ):
+        if rows:
+            index = torch.tensor(rows, device=scores.device)
+            gone = cut(_take(scores, rows), _take(weights, rows), [params[i] for i in rows])
+            scores[index] = _take(scores, rows).masked_fill(gone, -torch.inf)
+            weights[index] = _take(weights, rows).masked_fill(gone, 0)
 
-    As in transformers: from the least likely up, entries go while their sum stays within 1 - top_p.
+
+def _outside_top_p(scores: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """What does not belong to the smallest set of at least top_p of the mass; bool [m, width].
+
+    As in transformers, entries go from the least likely up while their sum stays within 1 - top_p. Of equal ones the
+    first stays longest (in transformers that is left open).
     """
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    rows = [i for i, p in enumerate(top_p) if p < 1]
-    if not rows:
-        return keep
-    index = torch.tensor(rows, device=scores.device)
-    scores, weights = scores[index], weights[index]
     total = weights.sum(1)
-    limit = (total.double() * (1 - torch.tensor([top_p[i] for i in rows], device=scores.device).double())).long()
+    limit = (total.double() * (1 - torch.tensor([p.top_p for p in params], device=scores.device).double())).long()
     if scores.shape[1] <= _NARROW:
-        keep[index] = _nucleus(scores, weights, limit)
-        return keep
-    # where the best _NARROW hold the nucleus, all others go, and only the best need sorting
+        return _least_likely(scores, weights, limit)
+    # where the best _NARROW hold the set, all others go, and only the best need sorting
     best = scores >= scores.topk(_NARROW).values[:, -1:]
-    others = total - (weights * best).sum(1)
+    others = total - weights.masked_fill(~best, 0).sum(1)
     fits = (others <= limit) & (best.sum(1) <= _NARROW)
+    gone = torch.ones_like(best)
     if fits.any():
         ids, values = _compact(scores[fits].masked_fill(~best[fits], -torch.inf))
         padded = torch.nn.functional.pad(weights[fits], (0, 1))
-        narrow = _nucleus(values, padded.gather(1, ids), limit[fits] - others[fits])
-        keep[index[fits]] = keep.new_zeros(padded.shape).scatter(1, ids, narrow)[:, :-1]
+        narrow = _least_likely(values, padded.gather(1, ids), limit[fits] - others[fits])
+        gone[fits] = gone.new_ones(padded.shape).scatter(1, ids, narrow)[:, :-1]
     if not fits.all():
-        keep[index[~fits]] = _nucleus(scores[~fits], weights[~fits], limit[~fits])
-    return keep
+        gone[~fits] = _least_likely(scores[~fits], weights[~fits], limit[~fits])
+    return gone
 
 
-def _nucleus(scores: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-    """All of scores [m, width] but the least likely whose weights sum to at most limit [m]; bool [m, width]."""
-    order = scores.sort(dim=1, stable=True).indices
-    gone = weights.gather(1, order).cumsum(1) <= limit.unsqueeze(1)
-    gone[:, -1] = False  # the most likely stays
-    return torch.empty_like(gone).scatter(1, order, ~gone)
+def _least_likely(scores: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    """The least likely of scores [m, width] whose weights sum to at most limit [m], never all; bool [m, width]."""
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    ordered = weights.gather(1, order)
+    from_here_down = ordered.sum(1, keepdim=True) - ordered.cumsum(1) + ordered
+    gone = from_here_down <= limit.unsqueeze(1)
+    gone[:, 0] = False
+    return torch.empty_like(gone).scatter(1, order, gone)
 
 
-def _min_p(weights: Tensor, min_p: list[float]) -> Tensor:
-    """Which weights [m, width] are at least min_p of the row's largest; bool [m, width]."""
-    if not any(min_p):
-        return torch.ones_like(weights, dtype=torch.bool)
-    floor = weights.amax(1, keepdim=True).double() * torch.tensor(min_p, device=weights.device).double().unsqueeze(1)
-    return weights.double() >= floor
+def _below_min_p(scores: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """What is less likely than min_p times the most likely; bool [m, width]."""
+    min_p = torch.tensor([p.min_p for p in params], device=weights.device).double()
+    return weights.double() < (weights.amax(1).double() * min_p).unsqueeze(1)
 
 
 def _inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:

@@ -8,6 +8,44 @@ from .request import Request, Status
 from .tables import RequestTables
 
 
+class SliceBudget:
+    """How many token-layers of prefill a step may carry.
+
+    Without decodes as many as `max_batched_tokens`. Beside decodes only as many as keep the step within
+    `decode_slowdown` times the decodes' own time, as measured on the steps so far (moving averages), and at least
+    MIN_SLICE, so that a prompt always advances.
+    """
+
+    MIN_SLICE = 16
+    WEIGHT = 0.25  # of the newest measurement
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.decode_us: float | None = None
+        self.token_layer_us: float | None = None
+
+    def allow(self, num_decodes: int) -> int:
+        """Token-layers for the next step."""
+        limit, slowdown = self.config.max_batched_tokens, self.config.decode_slowdown
+        if not num_decodes or slowdown is None:
+            return limit
+        if self.decode_us is None or self.token_layer_us is None:
+            return min(limit, self.MIN_SLICE)
+        return min(limit, max(self.MIN_SLICE, int((slowdown - 1) * self.decode_us / self.token_layer_us)))
+
+    def observe(self, num_decodes: int, token_layers: int, elapsed_us: float) -> None:
+        """What a step with so many decodes and token-layers took."""
+        if num_decodes and not token_layers:
+            self.decode_us = self._mix(self.decode_us, elapsed_us)
+        elif token_layers and not num_decodes:
+            self.token_layer_us = self._mix(self.token_layer_us, elapsed_us / token_layers)
+        elif token_layers and self.decode_us is not None:
+            self.token_layer_us = self._mix(self.token_layer_us, max(0.0, elapsed_us - self.decode_us) / token_layers)
+
+    def _mix(self, old: float | None, new: float) -> float:
+        return new if old is None else (1 - self.WEIGHT) * old + self.WEIGHT * new
+
+
 class Scheduler:
     """First come, first served within a priority; a preempted request keeps its place in the line."""
 
@@ -18,7 +56,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Into the line."""
-        bisect.insort(self.waiting, request, key=_rank)
+        bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
     def admit(self) -> list[Request]:
         """Requests from the head of the line whose prompts fit now, with a slot and a reservation in every layer.
@@ -59,7 +97,7 @@ class Scheduler:
             if not pages or request.status is not Status.DECODE:
                 continue
             while self.tables.pool.available < pages and request.status is Status.DECODE:
-                self.preempt(max(self.running, key=_rank))
+                self.preempt(max(self.running, key=lambda r: r.rank))
             if request.status is Status.DECODE:
                 self.tables.grow(request.slot)
         return [r for r in decodes if r.status is Status.DECODE]
@@ -72,6 +110,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.prefill = None
         request.replayed = 0
+        request.scores.clear()
         request.preemptions += 1
         self.add(request)
 
@@ -86,14 +125,13 @@ class Scheduler:
         request.status = Status.FINISHED
         request.prefill = None
 
-    def plan_prefill(self) -> list[tuple[PrefillSlice, ...]]:
-        """The slices of each layer for this step, within max_batched_tokens token-layers, oldest prompt first.
+    def plan_prefill(self, budget: int) -> list[tuple[PrefillSlice, ...]]:
+        """The slices of each layer for this step, within a budget of token-layers, oldest prompt first.
 
         A layer's next slice of a prompt follows its last; the layer after starts when all its rows have left.
         """
         plan: list[list[PrefillSlice]] = [[] for _ in range(self.num_layers)]
-        budget = self.config.max_batched_tokens
-        for request in sorted((r for r in self.running if r.status is Status.PREFILL), key=_rank):
+        for request in sorted((r for r in self.running if r.status is Status.PREFILL), key=lambda r: r.rank):
             progress, total = request.prefill, len(request.prompt)
             assert progress is not None, "a prefill without its buffers"
             while budget and progress.layer_idx < self.num_layers:
@@ -107,7 +145,3 @@ class Scheduler:
             if not budget:
                 break
         return [tuple(slices) for slices in plan]
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return (-request.priority, request.arrival)

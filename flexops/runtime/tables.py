@@ -77,6 +77,31 @@ class RequestTables:
         self._widen(column + 1)
         self.kv_pages[layers, slot, column] = pages
 
+    def fork(self, slot: int) -> int | None:
+        """A slot that continues from the same caches: full KV pages are shared, what is written on is copied.
+
+        None where slots or pages are short; then nothing has changed.
+        """
+        attention = np.flatnonzero(self.routes[:, slot] == ATTENTION)
+        ssm = np.flatnonzero(self.routes[:, slot] == SSM)
+        full, part = divmod(int(self.context[slot]), self.layout.page_tokens)
+        partial = self.kv_pages[attention, slot, full] if part else np.empty(0, dtype=np.int32)
+        old = np.concatenate([partial, self.state_pages[ssm, slot].ravel(), self.conv_pages[ssm, slot].ravel()])
+        if not self._free_slots or self.pool.available < len(old):
+            return None
+        new = np.array(self.pool.allocate(len(old)), dtype=np.int32)
+        self.pool.copy(old, new)
+        self.pool.share([int(page) for page in self.kv_pages[attention, slot, :full].ravel()])
+        twin = self._free_slots.pop()
+        for table in (self.kv_pages, self.state_pages, self.conv_pages, self.routes):
+            table[:, twin] = table[:, slot]
+        self.context[twin] = self.context[slot]
+        states = len(partial) + self.state_pages[ssm, slot].size
+        self.kv_pages[attention[: len(partial)], twin, full] = new[: len(partial)]
+        self.state_pages[ssm, twin] = new[len(partial) : states].reshape(len(ssm), -1)
+        self.conv_pages[ssm, twin] = new[states:].reshape(len(ssm), -1)
+        return twin
+
     def _widen(self, columns: int) -> None:
         have = self.kv_pages.shape[2]
         if columns > have:
