@@ -1,0 +1,85 @@
+"""Running requests through an engine, for tests: what each gave, and its bits."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from flexops import EngineConfig, FlexHybridModel
+from flexops.runtime import Engine, SamplingParams
+
+MEMORY = 1 << 23
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as a test writes it down."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    layout: str | None = None
+    gate_bias: float = 0.0
+
+
+@dataclass
+class Given:
+    """What the engine gave for it."""
+
+    token_ids: list[int]
+    logits: list[torch.Tensor]
+    layout: tuple[int, ...]
+    finish_reason: str | None
+
+    def same_bits(self, other: "Given") -> bool:
+        return (
+            self.token_ids == other.token_ids
+            and self.layout == other.layout
+            and self.finish_reason == other.finish_reason
+            and len(self.logits) == len(other.logits)
+            and all(torch.equal(mine, theirs) for mine, theirs in zip(self.logits, other.logits, strict=True))
+        )
+
+
+def small_engine(model: FlexHybridModel, **changes: object) -> Engine:
+    """An engine that proves its pool whole after every step and poisons what it frees."""
+    return Engine(model, EngineConfig(**{"memory_bytes": MEMORY, "check_integrity": True, **changes}))
+
+
+def collect(given: dict[tuple[int, int], Given], engine: Engine) -> None:
+    """One step, its outputs added to what was given so far."""
+    for output in engine.step():
+        so_far = given.setdefault((output.request_id, output.sample), Given([], [], (), None))
+        so_far.token_ids = output.token_ids
+        so_far.logits.extend(output.logits or [])
+        so_far.layout, so_far.finish_reason = output.layout, output.finish_reason
+
+
+def serve(engine: Engine, asked: list[Asked]) -> list[Given]:
+    """All requests together, to completion; the engine must be as empty as before."""
+    ids = [engine.add_request(a.prompt, a.params, a.layout, a.gate_bias) for a in asked]
+    given: dict[tuple[int, int], Given] = {}
+    while engine.has_unfinished():
+        collect(given, engine)
+    assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
+    return [given[i, 0] for i in ids]
+
+
+def alone(model: FlexHybridModel, asked: Asked, **changes: object) -> Given:
+    """The request by itself in a fresh engine."""
+    return serve(small_engine(model, **changes), [asked])[0]
+
+
+def random_requests(model: FlexHybridModel, count: int, longest: int = 60, seed: int = 0) -> list[Asked]:
+    """Prompts of 1..longest tokens, greedy and sampled, adaptive, biased and forced layouts."""
+    rng = random.Random(seed)
+    asked = []
+    for i in range(count):
+        length = rng.choice([1, 2, 3, rng.randint(4, longest), longest])
+        params = SamplingParams(
+            max_new_tokens=rng.randint(1, 10), temperature=rng.choice([0.0, 0.0, 0.9]), seed=i, keep_logits=True
+        )
+        prompt = tuple(rng.randrange(model.config.vocab_size) for _ in range(length))
+        asked.append(
+            Asked(prompt, params, rng.choice([None, None, None, "attention", "ssm"]), rng.choice([0.0, 0.7, -0.7]))
+        )
+    return asked
