@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from flexops import EngineConfig, FlexHybridModel
-from flexops.runtime import Engine, SamplingParams
+from flexops.runtime import Engine, RequestOutput, SamplingParams
 
 MEMORY = 1 << 23
 
@@ -45,13 +45,15 @@ def small_engine(model: FlexHybridModel, **changes: object) -> Engine:
     return Engine(model, EngineConfig(**{"memory_bytes": MEMORY, "check_integrity": True, **changes}))
 
 
-def collect(given: dict[tuple[int, int], Given], engine: Engine) -> None:
-    """One step, its outputs added to what was given so far."""
-    for output in engine.step():
+def collect(given: dict[tuple[int, int], Given], engine: Engine) -> list[RequestOutput]:
+    """One step, its outputs added to what was given so far, and returned."""
+    outputs = engine.step()
+    for output in outputs:
         so_far = given.setdefault((output.request_id, output.sample), Given([], [], (), None))
         so_far.token_ids = output.token_ids
         so_far.logits.extend(output.logits or [])
         so_far.layout, so_far.finish_reason = output.layout, output.finish_reason
+    return outputs
 
 
 def serve(engine: Engine, asked: list[Asked]) -> list[Given]:
@@ -79,7 +81,6 @@ def random_requests(model: FlexHybridModel, count: int, longest: int = 60, seed:
             max_new_tokens=rng.randint(1, 10), temperature=rng.choice([0.0, 0.0, 0.9]), seed=i, keep_logits=True
         )
         prompt = tuple(rng.randrange(model.config.vocab_size) for _ in range(length))
-        asked.append(
-            Asked(prompt, params, rng.choice([None, None, None, "attention", "ssm"]), rng.choice([0.0, 0.7, -0.7]))
-        )
+        layout = rng.choice([None, None, None, "attention", "ssm"])
+        asked.append(Asked(prompt, params, layout, rng.choice([0.0, 0.7, -0.7])))
     return asked

@@ -9,7 +9,7 @@ import torch
 
 from flexops import EngineConfig, FlexHybridModel
 from flexops.kernels import ATTENTION, SSM
-from flexops.runtime import Engine, SamplingParams
+from flexops.runtime import Engine, RequestOutput, SamplingParams
 from tests.runtime.serving import MEMORY, Asked, Given, alone, collect, random_requests, serve, small_engine
 from tests.tiny import make_model, make_tokenizer
 
@@ -67,13 +67,9 @@ def test_slicing_changes_no_bit(dtype, budget):
 
 def test_preemption_changes_no_bit(dtype):
     asked = random_requests(model_of(dtype), 10, longest=48, seed=5)
-    largest = max(
-        small_engine(model_of(dtype)).tables.pages_for_all([-1] * 4, len(a.prompt) + a.params.max_new_tokens)
-        for a in asked
-    )
-    engine = small_engine(
-        model_of(dtype), memory_bytes=(largest + 3) * small_engine(model_of(dtype)).pool.layout.page_bytes
-    )
+    roomy = small_engine(model_of(dtype))
+    pages = [roomy.tables.pages_for_all([-1] * 4, len(a.prompt) + a.params.max_new_tokens) for a in asked]
+    engine = small_engine(model_of(dtype), memory_bytes=(max(pages) + 3) * roomy.pool.layout.page_bytes)
     given = serve(engine, asked)
     assert engine.metrics.preemptions > 0, "the pool was small enough to preempt"
     assert_as_if_alone(dtype, asked, given)
@@ -208,22 +204,15 @@ def test_the_users_own_code_fails_its_request_alone():
     ]
     engine = small_engine(model)
     ids = [engine.add_request(a.prompt, a.params, a.layout, a.gate_bias) for a in asked]
-    errors, given = {}, {}
+    errors: dict[int, RequestOutput] = {}
+    given: dict[tuple[int, int], Given] = {}
     while engine.has_unfinished():
-        for output in engine.step():
-            if output.error is not None:
-                errors[output.request_id] = output
-            so_far = given.setdefault(output.request_id, Given([], [], (), None))
-            so_far.token_ids, so_far.layout, so_far.finish_reason = (
-                output.token_ids,
-                output.layout,
-                output.finish_reason,
-            )
-            so_far.logits.extend(output.logits or [])
+        outputs = collect(given, engine)
+        errors.update({output.request_id: output for output in outputs if output.error is not None})
     assert errors.keys() == set(ids[:2]) and all(e.finish_reason == "error" for e in errors.values())
     assert isinstance(errors[ids[0]].error, RuntimeError) and isinstance(errors[ids[1]].error, KeyError)
     assert engine.pool.free == engine.pool.num_pages
-    assert_as_if_alone(torch.float32, fine, [given[i] for i in ids[2:]])
+    assert_as_if_alone(torch.float32, fine, [given[i, 0] for i in ids[2:]])
 
 
 def test_score_is_the_log_probability_under_the_prompts_layout(dtype):

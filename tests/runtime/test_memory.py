@@ -1,5 +1,7 @@
 """The page pool: layouts, contiguous runs, counts, integrity."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -122,4 +124,4 @@ def test_free_runs_hold_every_page_once(actions):
         assert len(free) == runs.count
         assert sorted([*free, *(p for allocation in held for p in allocation)]) == list(range(50))
         starts = sorted(runs._length)
-        assert all(a + runs._length[a] < b for a, b in zip(starts, starts[1:], strict=False)), "neighbours are joined"
+        assert all(a + runs._length[a] < b for a, b in pairwise(starts)), "neighbours are joined"
