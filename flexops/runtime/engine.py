@@ -8,6 +8,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -226,7 +227,7 @@ class Engine:
             self._held.extend(self.step())
         return request.scores
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> dict[str, Any]:
         """Counters (`Metrics.as_dict`), queue lengths and the pool's use."""
         return {
             **self.metrics.as_dict(),

@@ -1,7 +1,9 @@
 """What the engine counts: requests, tokens, latencies, work per token (Eq. 6)."""
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..config import FlexHybridConfig
 from ..kernels import ATTENTION
@@ -55,7 +57,7 @@ class Metrics:
             if len(request.output) > 1:
                 self.tpot_us.append((now_us - request.first_token_at_us) / (len(request.output) - 1))
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Counters, and means of the latencies; None where nothing was measured."""
         return {
             "steps": self.steps,
@@ -74,3 +76,32 @@ class Metrics:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+class EngineCollector:
+    """An engine's numbers as prometheus metrics: `registry.register(EngineCollector(engine.stats))`.
+
+    Needs prometheus-client (extra `serve`). Numbers are read when the registry is scraped.
+    """
+
+    COUNTERS = ("steps", "requests_added", "preemptions", "prompt_tokens", "generated_tokens")
+    GAUGES = ("waiting", "running", "pages", "pages_free", "flops_per_token", "ttft_us_mean", "tpot_us_mean")
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of one scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        stats = self._stats()
+        for name in self.COUNTERS:
+            yield CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), value=stats[name])
+        for name in self.GAUGES:
+            if stats[name] is not None:
+                yield GaugeMetricFamily(f"flexops_{name}", name.replace("_", " "), value=stats[name])
+        for name, label in (("requests_finished", "reason"), ("layouts", "layout")):
+            family = CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), labels=[label])
+            for value, count in stats[name].items():
+                family.add_metric([value], count)
+            yield family

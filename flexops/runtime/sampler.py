@@ -225,7 +225,7 @@ def _draw(scores: Tensor, requests: list[Request]) -> tuple[list[int], list[bool
         _cut_tail(values, weights, [params[i] for i in rows])
         chosen = _inverse_cdf(weights, u[index])
         tokens[index] = ids.gather(1, chosen.unsqueeze(1)).squeeze(1) if narrow else chosen
-        if any(params[i].keep_scores for i in rows):
+        if values is not scores and any(params[i].keep_scores for i in rows):
             if narrow:
                 values = scores.new_full((len(rows), vocab_size + 1), -torch.inf).scatter(1, ids, values)[:, :-1]
             scores[index] = values

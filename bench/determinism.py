@@ -1,0 +1,51 @@
+"""How many requests keep every bit of tokens and logits, whatever they share the engine with.
+
+Random requests (ragged prompts, greedy and sampled, adaptive, biased and forced layouts) run alone, then batched, with
+their prompts cut into slices, and in a pool so small that they are preempted. A request counts where its layout, its
+tokens and all its logits are equal to the last bit.
+
+    python bench/determinism.py [--quick] [--json]
+"""
+
+import torch
+from common import Report, arguments
+
+from flexops.runtime import Engine
+from tests.runtime.serving import Asked, Given, alone, random_requests, serve, small_engine
+from tests.tiny import make_model
+
+
+def fraction(asked: list[Asked], given: list[Given], expected: list[Given]) -> float:
+    return sum(a.same_bits(b) for a, b in zip(given, expected, strict=True)) / len(asked)
+
+
+def main() -> None:
+    report = Report("determinism", arguments(__doc__))
+    count = 60 if report.options.quick else 240
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(num_hidden_layers=4, layers_without_ffn=[1]).to(dtype)
+        asked = random_requests(model, count, longest=90, seed=11)
+        expected = [alone(model, a) for a in asked]
+        pages = [
+            small_engine(model).tables.pages_for_all([-1] * 4, len(a.prompt) + a.params.max_new_tokens) for a in asked
+        ]
+        page_bytes = small_engine(model).pool.layout.page_bytes
+        engines: dict[str, Engine] = {
+            "batched": small_engine(model, memory_bytes=1 << 26),
+            "sliced": small_engine(model, max_batched_tokens=29, decode_slowdown=None),
+            "preempted": small_engine(model, memory_bytes=(max(pages) + 20) * page_bytes),
+        }
+        for name, engine in engines.items():
+            value = fraction(asked, serve(engine, asked), expected)
+            suffix = "" if dtype == torch.float32 else "_bf16"
+            report.check(f"bit_equal_{name}{suffix}", value, 1.0)
+            report.data[f"{name}_{dtype}"] = {
+                "requests": count,
+                "steps": engine.metrics.steps,
+                "preemptions": engine.metrics.preemptions,
+            }
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
