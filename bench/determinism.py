@@ -42,7 +42,7 @@ def main() -> None:
             report.data[f"{name}_{dtype}"] = {
                 "requests": count,
                 "steps": engine.metrics.steps,
-                "preemptions": engine.metrics.preemptions,
+                "preemptions": engine.scheduler.preemptions,
             }
     report.finish()
 

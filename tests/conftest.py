@@ -9,6 +9,9 @@ import os
 import pytest
 import torch
 
+# the models of the tests are tiny: a second thread would only wait; pytest -n 2 uses a second core
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -302,14 +303,39 @@ class FlexHybridModel(FlexHybridPreTrainedModel, GenerationMixin):
             )
         return mask
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate` for left-padded batches, run by the engine; hard routes, whatever `training` says.
+
+        Takes transformers' arguments, and `layout` (one for all prompts, or a list with one per prompt; see
+        `resolve_layout`) and `gate_bias` (a number, or one per prompt, added to every attention logit). The routes
+        taken are in `last_layouts`, int32 [B, num_layers], and in the output of `return_dict_in_generate=True`.
+
+        Raises ValueError for bad input and for what is not supported (beam search, assisted decoding, ...), before any
+        work.
+        """
+        generation = _generation()
+        generation.check_arguments(args, kwargs)
+        if isinstance(kwargs.get("gate_bias"), Tensor):  # transformers would repeat a tensor for num_return_sequences
+            kwargs["gate_bias"] = kwargs["gate_bias"].tolist()
+        return super().generate(*args, **kwargs)
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        config, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
+        _generation().check_config(config)
+        return config, model_kwargs
+
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """The engine keeps its own pages; transformers need not make a cache."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        # the one import against the order of the layers: generation knows the runtime, the model must not
-        from ..generation import sample
+        return _generation().sample(self, *args, **kwargs)
 
-        return sample(self, *args, **kwargs)
+
+def _generation() -> ModuleType:
+    # the one import against the order of the layers: generation knows the runtime, the model must not
+    from .. import generation
+
+    return generation
 
 
 def _prompt_lengths(labels: Tensor | None, request: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:

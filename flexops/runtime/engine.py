@@ -224,13 +224,15 @@ class Engine:
         request.first_logit_row = len(prompt) - 1
         request.continuation = continuation
         while (request.request_id, 0) in self._requests:
-            self._held.extend(self.step())
+            outputs = self.step()
+            self._held.extend(outputs)
         return request.scores
 
     def stats(self) -> dict[str, Any]:
         """Counters (`Metrics.as_dict`), queue lengths and the pool's use."""
         return {
             **self.metrics.as_dict(),
+            "preemptions": self.scheduler.preemptions,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
             "pages": self.pool.num_pages,
@@ -299,7 +301,6 @@ class Engine:
             twin = dataclasses.replace(
                 request,
                 sample=sample,
-                seed=request.seed + sample,
                 routes=list(request.routes),
                 gate_margins=list(request.gate_margins),
                 output=[],

@@ -39,7 +39,6 @@ class Metrics:
     steps: int = 0
     requests_added: int = 0
     requests_finished: Counter[str] = field(default_factory=Counter)  # by reason
-    preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     step_time_us: float = 0.0
@@ -63,7 +62,6 @@ class Metrics:
             "steps": self.steps,
             "requests_added": self.requests_added,
             "requests_finished": dict(self.requests_finished),
-            "preemptions": self.preemptions,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "throughput_tokens_per_s": self.generated_tokens / self.step_time_us * 1e6 if self.step_time_us else None,

@@ -8,7 +8,7 @@ operations, `amax`, `softmax` and sorts of a row see that row alone and always a
 result would depend on how they are split, are taken over integers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -55,22 +55,29 @@ class SampledTokens:
 
 
 class _TokensSeen:
-    """Which tokens stand in a request's text, kept up to date by adding what is new.
+    """The different tokens of a request's text, kept up to date by adding what is new.
 
-    text, output: bool [vocab], tokens of prompt and output, and of the output alone.
+    text, output: int64 [k], tokens of prompt and output, and of the output alone.
     """
 
-    def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:
-        self.text = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.output = torch.zeros_like(self.text)
-        self.text[torch.tensor(request.prompt, device=device)] = True
-        self.counted = 0
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self.text = torch.tensor(list(dict.fromkeys(request.prompt)), device=device)
+        self.output = self.text[:0]
+        self._in_text, self._in_output = set(request.prompt), set[int]()
+        self._counted = 0
 
     def update(self, request: Request) -> None:
-        new = torch.tensor(request.output[self.counted :], dtype=torch.int64, device=self.text.device)
-        self.text[new] = True
-        self.output[new] = True
-        self.counted = len(request.output)
+        """Take in the tokens that the request has gained."""
+        new = dict.fromkeys(request.output[self._counted :])
+        self._counted = len(request.output)
+        self.text = _extended(self.text, self._in_text, new)
+        self.output = _extended(self.output, self._in_output, new)
+
+
+def _extended(tokens: Tensor, known: set[int], new: Iterable[int]) -> Tensor:
+    fresh = [token for token in new if token not in known]
+    known.update(fresh)
+    return torch.cat([tokens, tokens.new_tensor(fresh)]) if fresh else tokens
 
 
 class Sampler:
@@ -138,23 +145,35 @@ class Sampler:
 
     def _apply_penalties(self, scores: Tensor, requests: Sequence[Request]) -> None:
         """Repetition and presence penalties of scores [n, vocab], in place."""
-        rows, seen = [], []
+        repetition: list[tuple[int, Tensor, float]] = []
+        presence: list[tuple[int, Tensor, float]] = []
         for i, request in enumerate(requests):
-            if request.params.repetition_penalty != 1 or request.params.presence_penalty:
-                if request not in self._seen:
-                    self._seen[request] = _TokensSeen(request, self.vocab_size, scores.device)
-                self._seen[request].update(request)
-                rows.append(i)
-                seen.append(self._seen[request])
-        if not rows:
-            return
-        index = torch.tensor(rows, device=scores.device)
-        repetition = _column([requests[i].params.repetition_penalty for i in rows], scores)
-        presence = _column([requests[i].params.presence_penalty for i in rows], scores)
-        old = scores[index]
-        penalised = torch.where(old < 0, old * repetition, old / repetition)
-        penalised = torch.where(torch.stack([s.text for s in seen]), penalised, old)
-        scores[index] = torch.where(torch.stack([s.output for s in seen]), penalised - presence, penalised)
+            params = request.params
+            if params.repetition_penalty == 1 and not params.presence_penalty:
+                continue
+            if request not in self._seen:
+                self._seen[request] = _TokensSeen(request, self.device)
+            seen = self._seen[request]
+            seen.update(request)
+            if params.repetition_penalty != 1:
+                repetition.append((i, seen.text, params.repetition_penalty))
+            if params.presence_penalty:
+                presence.append((i, seen.output, params.presence_penalty))
+        if repetition:
+            cells, penalty = _cells(repetition, scores)
+            old = scores[cells]
+            scores[cells] = torch.where(old < 0, old * penalty, old / penalty)
+        if presence:
+            cells, penalty = _cells(presence, scores)
+            scores[cells] -= penalty
+
+
+def _cells(parts: list[tuple[int, Tensor, float]], scores: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """(row, token ids, value) of several rows as one index into scores and a value per cell."""
+    counts = torch.tensor([len(ids) for _, ids, _ in parts], device=scores.device)
+    rows = torch.tensor([row for row, _, _ in parts], device=scores.device).repeat_interleave(counts)
+    values = torch.tensor([value for _, _, value in parts], dtype=scores.dtype, device=scores.device)
+    return (rows, torch.cat([ids for _, ids, _ in parts])), values.repeat_interleave(counts)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
@@ -210,26 +229,30 @@ def _draw(scores: Tensor, requests: list[Request]) -> tuple[list[int], list[bool
     _keep_top_k(scores, params)
     draws = uniform([r.seed for r in requests], [r.sample for r in requests], [len(r.output) for r in requests])
     u = torch.from_numpy(draws).to(scores.device)
-    tokens = torch.empty(len(params), dtype=torch.int64, device=scores.device)
+    tokens = [-1] * len(params)
     vocab_size = scores.shape[1]
-    fits = ((scores > -torch.inf).sum(1) <= _NARROW) & (vocab_size > _NARROW)
+    fits = [False] * len(params)
+    if vocab_size > _NARROW:
+        fits = ((scores > -torch.inf).sum(1) <= _NARROW).tolist()
     for narrow in (True, False):
-        rows = (fits == narrow).nonzero().squeeze(1).tolist()
+        rows = [i for i, fit in enumerate(fits) if fit == narrow]
         if not rows:
             continue
-        index = torch.tensor(rows, device=scores.device)
         values = _take(scores, rows)
         if narrow:
             ids, values = _compact(values)
         weights = _weights(values)
         _cut_tail(values, weights, [params[i] for i in rows])
-        chosen = _inverse_cdf(weights, u[index])
-        tokens[index] = ids.gather(1, chosen.unsqueeze(1)).squeeze(1) if narrow else chosen
+        chosen = _inverse_cdf(weights, _take(u, rows))
+        if narrow:
+            chosen = ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        for i, token in zip(rows, chosen.tolist(), strict=True):
+            tokens[i] = token
         if values is not scores and any(params[i].keep_scores for i in rows):
             if narrow:
                 values = scores.new_full((len(rows), vocab_size + 1), -torch.inf).scatter(1, ids, values)[:, :-1]
-            scores[index] = values
-    return tokens.tolist(), failed
+            scores[torch.tensor(rows, device=scores.device)] = values
+    return tokens, failed
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -53,6 +53,7 @@ class Scheduler:
         self.config, self.tables, self.num_layers = config, tables, num_layers
         self.waiting: list[Request] = []  # in the order of _rank
         self.running: list[Request] = []
+        self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Into the line."""
@@ -112,6 +113,7 @@ class Scheduler:
         request.replayed = 0
         request.scores.clear()
         request.preemptions += 1
+        self.preemptions += 1
         self.add(request)
 
     def finish(self, request: Request) -> None:

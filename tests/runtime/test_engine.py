@@ -65,13 +65,15 @@ def test_slicing_changes_no_bit(dtype, budget):
     assert_as_if_alone(dtype, asked, given)
 
 
-def test_preemption_changes_no_bit(dtype):
-    asked = random_requests(model_of(dtype), 10, longest=48, seed=5)
-    roomy = small_engine(model_of(dtype))
-    pages = [roomy.tables.pages_for_all([-1] * 4, len(a.prompt) + a.params.max_new_tokens) for a in asked]
-    engine = small_engine(model_of(dtype), memory_bytes=(max(pages) + 3) * roomy.pool.layout.page_bytes)
+@pytest.mark.parametrize("budget", [40, 1000])
+def test_preemption_changes_no_bit(dtype, budget):
+    model, rng = model_of(dtype), random.Random(3)
+    prompts = [tuple(rng.randrange(258) for _ in range(rng.randint(3, 30))) for _ in range(10)]
+    asked = [Asked(prompt, SamplingParams(max_new_tokens=40, keep_logits=True), "attention") for prompt in prompts]
+    page_bytes = small_engine(model).pool.layout.page_bytes
+    engine = small_engine(model, memory_bytes=30 * page_bytes, max_batched_tokens=budget, decode_slowdown=None)
     given = serve(engine, asked)
-    assert engine.metrics.preemptions > 0, "the pool was small enough to preempt"
+    assert engine.scheduler.preemptions > 0, "the pool was small enough to preempt"
     assert_as_if_alone(dtype, asked, given)
 
 
@@ -137,22 +139,26 @@ def test_abort_at_any_point_returns_everything(stop_at):
     engine.abort(ids[1])  # gone already: ignored
 
 
-def test_samples_of_one_prompt_equal_requests_with_their_seeds(dtype):
+def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype):
     model, prompt = model_of(dtype), tuple(range(40, 77))
-    engine, given = small_engine(model), {}
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100, n=4, keep_logits=True)
-    request_id = engine.add_request(prompt, params)
-    while engine.has_unfinished():
-        collect(given, engine)
-        if engine.metrics.steps == 1:
-            shared = sum(int(count > 1) for count in engine.pool.ref_counts)
-            assert shared > 0, "full pages of the prompt are shared"
-    assert engine.metrics.prompt_tokens == len(prompt), "the prompt was computed once"
-    assert engine.pool.free == engine.pool.num_pages
-    for sample in range(4):
-        single = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100 + sample, keep_logits=True)
-        assert given[request_id, sample].same_bits(solo(dtype, Asked(prompt, single))), sample
-    assert len({tuple(given[request_id, s].token_ids) for s in range(4)}) > 1
+    outcomes = []
+    for beside in ([], random_requests(model, 5, seed=12)):
+        engine, given = small_engine(model), {}
+        for asked in beside:
+            engine.add_request(asked.prompt, asked.params, asked.layout)
+        request_id = engine.add_request(prompt, params)
+        while engine.has_unfinished():
+            collect(given, engine)
+            if engine.metrics.steps == 1:
+                assert (engine.pool.ref_counts == 4).sum() > 0, "full pages of the prompt are shared"
+        assert engine.metrics.prompt_tokens == sum(len(a.prompt) for a in beside) + len(prompt), "computed once"
+        assert engine.pool.free == engine.pool.num_pages
+        outcomes.append([given[request_id, sample] for sample in range(4)])
+    assert all(a.same_bits(b) for a, b in zip(*outcomes, strict=True))
+    assert len({tuple(given.token_ids) for given in outcomes[0]}) > 1
+    single = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100, keep_logits=True)
+    assert outcomes[0][0].same_bits(solo(dtype, Asked(prompt, single)))
 
 
 def test_samples_without_room_wait_and_give_the_same(dtype):
