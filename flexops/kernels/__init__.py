@@ -11,7 +11,12 @@ but dim 0 may have a larger stride: slices of a fused projection and pages of on
 Every operator raises ValueError, with the argument's name and what is allowed, before it writes anything: for a wrong
 shape, dtype, device or stride, and for an index out of range (on the CPU; elsewhere where FLEXOPS_DEBUG=1).
 Where a gradient is recorded, plain differentiable forms run instead; operators that work in place refuse.
+torch.compile and torch.export see one node per operator. A limit of torch: a compiled graph cannot write two caches of
+different dtypes that are views of one buffer.
 """
+
+import sys
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -46,8 +51,23 @@ __all__ = [
 ]
 
 
+class _Face(ModuleType):
+    """This module. Importing a Triton file, such as ssd_scan.py, would put that file where its operator stands."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in __all__):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
+
+
 def _records_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _refuse_gradient(operator: str, remedy: str, **tensors: Tensor | None) -> None:
@@ -58,7 +78,13 @@ def _refuse_gradient(operator: str, remedy: str, **tensors: Tensor | None) -> No
 
 
 def _rows(x: Tensor) -> Tensor:
+    """x [..., D] as [T, D]."""
     return x.flatten(0, -2) if x.dim() > 2 else x
+
+
+def _rows_back(y: Tensor, x: Tensor) -> Tensor:
+    """The inverse of `_rows`, for a result with the shape of x."""
+    return y.view(x.shape) if x.dim() > 2 else y
 
 
 # --- norms and activation -------------------------------------------------------------------------------------
@@ -76,7 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if _records_gradient(x, weight):
         checks.rms_norm(_rows(x), weight, eps)
         return reference.rms_norm(x, weight, eps)
-    return OPS.rms_norm(_rows(x), weight, eps).view(x.shape)
+    return _rows_back(OPS.rms_norm(_rows(x), weight, eps), x)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -90,7 +116,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if _records_gradient(gate, up):
         checks.silu_mul(_rows(gate), _rows(up))
         return reference.silu_mul(gate, up)
-    return OPS.silu_mul(_rows(gate), _rows(up)).view(gate.shape)
+    return _rows_back(OPS.silu_mul(_rows(gate), _rows(up)), gate)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int) -> Tensor:
@@ -188,6 +214,8 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
     Raises ValueError. Implements the merge of §5.1.
     """
     if _records_gradient(out, x):
+        if out.requires_grad and out.is_leaf:
+            raise ValueError("out: a leaf that requires a gradient cannot be written in place; allowed: out.clone()")
         return out.copy_(OPS.scattered_rows(out, x, index))
     OPS.scatter_rows(out, x, index)
     return out

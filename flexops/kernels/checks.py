@@ -6,6 +6,7 @@ where the environment has FLEXOPS_DEBUG=1, because reading them waits for the de
 """
 
 import os
+from bisect import bisect_right
 from itertools import pairwise
 
 import torch
@@ -384,6 +385,20 @@ def ssd_scan(
     needed = 0 if state_cache is None else -(-x.shape[1] // state_cache.shape[1])
     tables = (initial_pages, final_pages, checkpoint_rows, checkpoint_pages)
     _sequence_caches(args, "state_cache", state_cache, needed, *tables)
+    if checkpoint_rows is not None and args.reads_values:
+        _chunk_ends(checkpoint_rows.tolist(), cu_seqlens.tolist(), seq_starts.tolist(), chunk_size)
+
+
+def _chunk_ends(rows: list[int], ends: list[int], starts: list[int], chunk_size: int) -> None:
+    """Chunked forms have a state at chunk ends and sequence ends only, and would leave other pages unwritten."""
+    for row in rows:
+        r = bisect_right(ends, row) - 1
+        after = starts[r] + row + 1 - ends[r]
+        if after % chunk_size and row + 1 != ends[r + 1]:
+            raise ValueError(
+                f"checkpoint_rows: row {row} is followed by position {after} of request {r}; allowed: rows before a "
+                f"multiple of chunk_size, {chunk_size}, and last rows"
+            )
 
 
 def state_update(

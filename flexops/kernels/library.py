@@ -5,6 +5,7 @@ write into an argument say so in their schema and do not return it. fp64 runs th
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from . import checks, reference
 from .dispatch import select
 
 _LIBRARY = torch.library.Library("flexops", "DEF")
-OPS = torch.ops.flexops
 
 _SEQUENCE_CACHE = (
     "Tensor(a!)? {}=None, Tensor? initial_pages=None, Tensor? final_pages=None, Tensor? checkpoint_rows=None, "
@@ -133,6 +133,10 @@ for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
     _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _implementation(_name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flexops::{_name}", _FAKES.get(_name, _like_first), lib=_LIBRARY)
+
+
+# the overloads themselves: a call by name would look for them every time
+OPS = SimpleNamespace(**{name: getattr(torch.ops.flexops, name).default for name in SCHEMAS})
 
 
 # --- gradients of the two plain row operators -----------------------------------------------------------------

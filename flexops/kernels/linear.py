@@ -24,7 +24,7 @@ def _packed(weight: Tensor) -> Tensor | None:
     if not torch.backends.mkldnn.is_available():
         return None
     try:
-        packed = _pack_weight(weight)
+        packed = _pack_weight(weight.contiguous())
         _packed_linear(weight.new_zeros(2, weight.shape[1]), packed, None, "none", [], "")
     except (RuntimeError, NotImplementedError):  # a dtype that oneDNN lacks on this processor
         return None

@@ -1,0 +1,402 @@
+"""Causal attention over the paged KV cache in Triton: tiles for prefill, split keys for decode.
+
+Query heads that share a KV head stand together in one tile, so keys and values are read once for all of them. Row i of
+a request's queries for one KV head is (token i // GROUP, head i % GROUP).
+
+What fixes the bits of a row: keys are visited in blocks counted from position 0, and blocks past the row's own
+position change nothing (p = 0, scale 1). So neither the batch nor the cut of a prompt into calls matters. Requests
+with one query take the split form, whatever shares their call: its splits depend on the request's own context only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_TOKENS = 256  # keys per split of a decode, as long as MAX_SPLITS splits suffice; then a multiple of it
+MAX_SPLITS = 64
+DECODE_PROGRAMS = 4096  # about how many programs a decode launch is given: many waves, few that find no split
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    top,
+    total,
+    key_ptr,
+    pages_ptr,
+    first,
+    context,
+    position,
+    page_stride,
+    scale,
+    MASKED: tl.constexpr,
+    KV_OFFSET: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One block of keys, from position `first` on: new acc [rows, dim], running maximum and sum [rows] of its tile.
+
+    Without MASKED, every key of the block must lie in the context and be seen by every row.
+    """
+    key = first + tl.arange(0, BLOCK_KEYS)
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    if MASKED:
+        page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=key < context, other=0).to(tl.int64)
+        mask = (key < context)[:, None] & (dim < HEAD_DIM)
+    else:
+        page = tl.load(pages_ptr + key // PAGE_TOKENS).to(tl.int64)
+        mask = dim < HEAD_DIM
+    at = key_ptr + (page * page_stride + key % PAGE_TOKENS * HEAD_DIM)[:, None] + dim
+    k = tl.load(at, mask=mask, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    # explicit fma: masked and unmasked blocks must round alike, or the cut of a prompt would show
+    p = tl.exp2(tl.fma(scores, scale, -new_top[:, None]))
+    shrink = tl.exp2(top - new_top)
+    v = tl.load(at + KV_OFFSET, mask=mask, other=0.0).to(q.dtype)
+    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, tl.fma(total, shrink, tl.sum(p, axis=1))
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    cache_ptr,
+    pages_ptr,
+    cu_seqlens_ptr,
+    context_ptr,
+    out_ptr,
+    scale,
+    q_stride,
+    page_stride,
+    pages_stride,
+    tiles,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One tile of BLOCK_ROWS query rows per program, the last tiles of a request, which see most keys, first."""
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid % tiles
+    kv_head = pid // tiles % KV_HEADS
+    request = pid // tiles // KV_HEADS
+    start = tl.load(cu_seqlens_ptr + request)
+    length = tl.load(cu_seqlens_ptr + request + 1) - start
+    if (length <= 1) | (tile * BLOCK_ROWS >= length * GROUP):
+        return
+    context = tl.load(context_ptr + request)
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    query = row // GROUP
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (query < length)[:, None] & (dim < HEAD_DIM)
+    token = (start + query).to(tl.int64)[:, None]
+    head = (kv_head * GROUP + row % GROUP)[:, None]
+    q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + dim, mask=mask, other=0.0)
+    position = context - length + query
+
+    KV_OFFSET: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    key_ptr = cache_ptr + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    pages_ptr += request.to(tl.int64) * pages_stride
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    lowest = context - length + tile * BLOCK_ROWS // GROUP
+    highest = context - length + tl.minimum((tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, length - 1)
+    seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
+    for first in range(0, seen_by_all, BLOCK_KEYS):
+        acc, top, total = _attend(
+            q,
+            acc,
+            top,
+            total,
+            key_ptr,
+            pages_ptr,
+            first,
+            context,
+            position,
+            page_stride,
+            scale,
+            False,
+            KV_OFFSET,
+            PAGE_TOKENS,
+            HEAD_DIM,
+            BLOCK_KEYS,
+            BLOCK_DIM,
+        )
+    for first in tl.range(seen_by_all, highest + 1, BLOCK_KEYS, num_stages=1):
+        acc, top, total = _attend(
+            q,
+            acc,
+            top,
+            total,
+            key_ptr,
+            pages_ptr,
+            first,
+            context,
+            position,
+            page_stride,
+            scale,
+            True,
+            KV_OFFSET,
+            PAGE_TOKENS,
+            HEAD_DIM,
+            BLOCK_KEYS,
+            BLOCK_DIM,
+        )
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + dim, out, mask=mask)
+
+
+@triton.jit
+def split_length(context, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Keys per split: the least multiple of SPLIT_TOKENS that covers the context in MAX_SPLITS."""
+    return tl.cdiv(tl.maximum(context, 1), SPLIT_TOKENS * MAX_SPLITS) * SPLIT_TOKENS
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    cache_ptr,
+    pages_ptr,
+    cu_seqlens_ptr,
+    context_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale,
+    q_stride,
+    page_stride,
+    pages_stride,
+    requests,
+    splits_stride,
+    programs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """The splits program, program + programs, ... of one request and KV head; each on its own, from nothing.
+
+    A request of one split gets its result here. Otherwise partial [R, Hq, splits, d] holds sums of p v, and stats
+    [2, R, Hq, splits] the maxima and sums of p, for `_combine_kernel`.
+    """
+    pid = tl.program_id(0)
+    program = pid % programs
+    kv_head = pid // programs % KV_HEADS
+    request = pid // programs // KV_HEADS
+    start = tl.load(cu_seqlens_ptr + request)
+    if tl.load(cu_seqlens_ptr + request + 1) - start != 1:
+        return
+    context = tl.load(context_ptr + request)
+    length = split_length(context, SPLIT_TOKENS, MAX_SPLITS)
+    splits = tl.cdiv(context, length)
+    row = tl.arange(0, BLOCK_ROWS)
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    head = kv_head * GROUP + row
+    mask = (row < GROUP)[:, None] & (dim < HEAD_DIM)
+    at = head[:, None] * HEAD_DIM + dim
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    q = tl.load(q_ptr + start.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
+    position = tl.zeros([BLOCK_ROWS], tl.int32) + (context - 1)
+    KV_OFFSET: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    key_ptr = cache_ptr + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    pages_ptr += request.to(tl.int64) * pages_stride
+    for split in range(program, splits, programs):
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        for first in range(split * length, tl.minimum(split * length + length, context), BLOCK_KEYS):
+            acc, top, total = _attend(
+                q,
+                acc,
+                top,
+                total,
+                key_ptr,
+                pages_ptr,
+                first,
+                context,
+                position,
+                page_stride,
+                scale,
+                True,
+                KV_OFFSET,
+                PAGE_TOKENS,
+                HEAD_DIM,
+                BLOCK_KEYS,
+                BLOCK_DIM,
+            )
+        if splits == 1:
+            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + start.to(tl.int64) * (HEADS * HEAD_DIM) + at, out, mask=mask)
+        else:
+            place = (request.to(tl.int64) * HEADS + head) * splits_stride + split
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim, acc, mask=mask)
+            tl.store(stats_ptr + place, top, mask=row < GROUP)
+            sums_ptr = stats_ptr + tl.cast(requests, tl.int64) * HEADS * splits_stride
+            tl.store(sums_ptr + place, total, mask=row < GROUP)
+
+
+@triton.jit
+def _combine_kernel(
+    cu_seqlens_ptr,
+    context_ptr,
+    partial_ptr,
+    stats_ptr,
+    out_ptr,
+    requests,
+    splits_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Sums the splits of one head of one request, always as a tree over MAX_SPLITS places."""
+    pid = tl.program_id(0)
+    request, head = pid // HEADS, pid % HEADS
+    start = tl.load(cu_seqlens_ptr + request)
+    context = tl.load(context_ptr + request)
+    splits = tl.cdiv(context, split_length(context, SPLIT_TOKENS, MAX_SPLITS))
+    if tl.load(cu_seqlens_ptr + request + 1) - start != 1 or splits == 1:
+        return
+    split = tl.arange(0, MAX_SPLITS)
+    dim = tl.arange(0, BLOCK_DIM)
+    place = pid.to(tl.int64) * splits_stride + split
+    top = tl.load(stats_ptr + place, mask=split < splits, other=float("-inf"))
+    sums_ptr = stats_ptr + tl.cast(requests, tl.int64) * HEADS * splits_stride
+    total = tl.load(sums_ptr + place, mask=split < splits, other=0.0)
+    mask = (split < splits)[:, None] & (dim < HEAD_DIM)[None, :]
+    acc = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    shrink = tl.exp2(top - tl.max(top, axis=0))
+    out = tl.sum(acc * shrink[:, None], axis=0) / tl.sum(total * shrink, axis=0)
+    at = out_ptr + (start.to(tl.int64) * HEADS + head) * HEAD_DIM + dim
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def _prefill_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
+    """Query rows and keys per tile, warps and pipeline stages: the largest that do not spill registers."""
+    if dtype == torch.float32:  # exact products, on plain fp32 units
+        if head_dim <= 64:
+            return 32, 32, 8, 1
+        return (16, 16, 4, 1) if head_dim <= 128 else (16, 32, 8, 1)
+    if head_dim > 128:
+        return 64, 32, 8, 2
+    # a tensor core that reads both operands from shared memory leaves registers for more keys
+    warpgroup_mma = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return 128, 64 if head_dim <= 64 or warpgroup_mma else 32, 8, 3
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+) -> Tensor:
+    """Causal attention of packed queries over their requests' pages (Eq. 1).
+
+    q: [T, Hq, d] fp32/bf16/fp16, already rotated, contiguous but for dim 0.
+    kv_cache: [num_pages, 2, Hk, page_tokens, d], contiguous but for dim 0; read in the dtype of q.
+    page_table: [R, pages] int32, contiguous but for dim 0, -1 past the context.
+    cu_seqlens: [R+1] int32, from 0 to T.
+    context_lens: [R] int32, tokens in the cache, the queries' own included: query j of request r sits at position
+        context_lens[r] - query_len[r] + j.
+    max_query_len: the longest query or more.
+    Returns [T, Hq, d] contiguous, dtype of q; accumulates in fp32. A request's rows do not depend on the rest of the
+    batch, nor on how its queries were cut into calls of two tokens or more.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tokens, heads, head_dim = q.shape
+    kv_heads, page_tokens = kv_cache.shape[2:4]
+    requests, group = cu_seqlens.numel() - 1, heads // kv_heads
+    if tokens == 0 or requests == 0:
+        return out
+    shape = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_TOKENS": page_tokens}
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    if max_query_len > 1:
+        rows, keys, warps, stages = _prefill_tile(head_dim, q.dtype, q.device)
+        tiles = triton.cdiv(max_query_len * group, rows)
+        _prefill_kernel[(requests * kv_heads * tiles,)](
+            q,
+            kv_cache,
+            page_table,
+            cu_seqlens,
+            context_lens,
+            out,
+            scale * LOG2_E,
+            q.stride(0),
+            kv_cache.stride(0),
+            page_table.stride(0),
+            tiles,
+            **shape,
+            BLOCK_ROWS=rows,
+            BLOCK_KEYS=keys,
+            BLOCK_DIM=block_dim,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    rows = max(16, triton.next_power_of_2(group))
+    splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * page_tokens, SPLIT_TOKENS)))
+    programs = min(splits, max(1, DECODE_PROGRAMS // (requests * kv_heads)))
+    partial = torch.empty((requests, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2, requests, heads, splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(requests * kv_heads * programs,)](
+        q,
+        kv_cache,
+        page_table,
+        cu_seqlens,
+        context_lens,
+        out,
+        partial,
+        stats,
+        scale * LOG2_E,
+        q.stride(0),
+        kv_cache.stride(0),
+        page_table.stride(0),
+        requests,
+        splits,
+        programs,
+        **shape,
+        SPLIT_TOKENS=SPLIT_TOKENS,
+        MAX_SPLITS=MAX_SPLITS,
+        BLOCK_ROWS=rows,
+        BLOCK_KEYS=32 if q.dtype == torch.float32 else 64,
+        BLOCK_DIM=block_dim,
+        num_warps=8 if rows * block_dim > 4096 else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine_kernel[(requests * heads,)](
+            cu_seqlens,
+            context_lens,
+            partial,
+            stats,
+            out,
+            requests,
+            splits,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            SPLIT_TOKENS=SPLIT_TOKENS,
+            MAX_SPLITS=MAX_SPLITS,
+            BLOCK_DIM=block_dim,
+            num_warps=4,
+        )
+    return out

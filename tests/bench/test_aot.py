@@ -1,0 +1,26 @@
+"""Compilation without a GPU, on one small kernel."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_one_kernel_compiles_and_its_resources_are_reported():
+    command = [sys.executable, "bench/aot.py", "--quick", "--only", "silu_mul", "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [c["name"] for c in result["checks"]] == ["silu_mul.sm_90.stack"]
+    kernel = result["data"]["kernels"][0]
+    assert kernel["stack"] == kernel["STL"] == 0 and kernel["registers"] > 0
+    assert kernel["LDG.128"] >= 2  # gate and up, 16 bytes at a time
+    assert kernel["HMMA"] == kernel["HGMMA"] == 0

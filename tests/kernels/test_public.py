@@ -1,0 +1,506 @@
+"""The public face: what it computes, refuses, differentiates, and how torch.compile and dispatch see it."""
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+
+from flexops import kernels
+from flexops.kernels import checks, reference
+from flexops.kernels.dispatch import select
+from flexops.kernels.library import SCHEMAS
+from tests.kernels import inputs
+from tests.kernels.helpers import DTYPES, INTERPRETED, bits, check, copy_with_storage, whole_storage
+
+CPU = torch.device("cpu")
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton on CPU tensors"))
+OPERATORS = sorted({inputs.operator(case) for case in inputs.CASES})
+
+
+def randn(*shape, seed=0):
+    """On the CPU, also where the other kernel tests run on a GPU."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def plain_backend():
+    """What does not depend on the backend is tested over the CPU forms."""
+    with kernels.backend("cpu"):
+        yield
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", TRITON])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", inputs.CASES)
+def test_computes_what_the_reference_defines(case, dtype, backend):
+    name = inputs.operator(case)
+    arguments = inputs.arguments(case, dtype=dtype)
+    with kernels.backend(backend):
+        check(getattr(kernels, name), getattr(reference, name), *arguments, mutated=inputs.mutated(case))
+
+
+@pytest.mark.parametrize("case", inputs.CASES)
+def test_fp64_runs_the_definition(case):
+    name = inputs.operator(case)
+    a, b = (
+        [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs.arguments(case)]
+        for _ in range(2)
+    )
+    ours, defined = getattr(kernels, name)(*a), getattr(reference, name)(*b)
+    torch.testing.assert_close(ours, defined, rtol=0, atol=0, equal_nan=True)
+    for i in inputs.mutated(case):
+        torch.testing.assert_close(a[i], b[i], rtol=0, atol=0, equal_nan=True)
+
+
+def test_norm_and_activation_take_any_number_of_leading_dims():
+    x, weight = randn(2, 3, 4, 16), randn(16, seed=1)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), kernels.rms_norm(x.flatten(0, 2), weight, 1e-5).view_as(x))
+    assert kernels.silu_mul(x, x).shape == x.shape
+    assert kernels.rms_norm(x[:0], weight, 1e-5).shape == (0, 3, 4, 16)
+
+
+def test_append_kv_without_rotation_returns_memory_of_its_own():
+    q, k, v, _, positions, cache, slots = inputs.arguments("append_kv")
+    q = q.contiguous()
+    result = kernels.append_kv(q, k, v, None, positions, cache, slots)
+    assert torch.equal(result, q) and result.data_ptr() != q.data_ptr()
+
+
+def test_in_place_operators_return_the_tensor_they_wrote():
+    out, x, index = inputs.arguments("scatter_rows")
+    assert kernels.scatter_rows(out, x, index) is out
+
+
+# --- torch.library --------------------------------------------------------------------------------------------
+
+
+def test_every_operator_is_registered():
+    assert set(SCHEMAS) - {"scattered_rows"} == set(OPERATORS)
+    assert set(OPERATORS) | {"varlen_attention"} == {n for n in kernels.__all__ if n.islower()} - {"backend"}
+
+
+@pytest.mark.parametrize("backend", ["cpu", TRITON])
+@pytest.mark.parametrize("case", inputs.CASES)
+def test_opcheck(case, backend):
+    with kernels.backend(backend):
+        torch.library.opcheck(getattr(torch.ops.flexops, inputs.operator(case)).default, inputs.arguments(case))
+
+
+@pytest.mark.parametrize("operator", ["gather_rows", "scattered_rows"])
+def test_opcheck_with_gradients(operator):
+    arguments = inputs.arguments(operator.replace("scattered", "scatter"))
+    arguments = [x.clone().requires_grad_() if x.is_floating_point() else x for x in arguments]
+    torch.library.opcheck(getattr(torch.ops.flexops, operator).default, arguments)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", inputs.CASES)
+def test_torch_compile_in_one_graph(case, compiler):
+    operator = getattr(kernels, inputs.operator(case))
+    eager, compiled = inputs.arguments(case), inputs.arguments(case)
+    torch._dynamo.reset()
+    expected = operator(*eager)
+    result = torch.compile(operator, fullgraph=True, backend=compiler)(*compiled)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    for i in inputs.mutated(case):
+        assert torch.equal(bits(compiled[i]), bits(eager[i]))
+
+
+def test_torch_export_sees_one_node_per_operator():
+    class Branch(torch.nn.Module):
+        def forward(self, x, weight, index):
+            return kernels.gather_rows(kernels.rms_norm(x, weight, 1e-5), index)
+
+    arguments = randn(6, 16), randn(16, seed=1), ints([4, -1, 0])
+    exported = torch.export.export(Branch(), arguments)
+    nodes = [n.target for n in exported.graph.nodes if n.op == "call_function"]
+    assert nodes == [torch.ops.flexops.rms_norm.default, torch.ops.flexops.gather_rows.default]
+    assert torch.equal(exported.module()(*arguments), Branch()(*arguments))
+
+
+def test_torch_compile_with_dynamic_row_counts():
+    torch._dynamo.reset()
+    compiled = torch.compile(kernels.rms_norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    weight = randn(16)
+    for rows in (3, 7, 12):
+        x = randn(rows, 16, seed=rows)
+        assert torch.equal(compiled(x, weight, 1e-5), kernels.rms_norm(x, weight, 1e-5))
+
+
+def test_torch_compile_of_a_block_with_gradients():
+    """split -> branch -> merge of a custom model, trained under fullgraph compilation."""
+
+    def block(x, weight, index):
+        u = kernels.rms_norm(x, weight, 1e-5)
+        rows = kernels.gather_rows(u, index)
+        return kernels.scatter_rows(torch.zeros_like(x), kernels.silu_mul(rows, rows), index) + x
+
+    torch._dynamo.reset()
+    index, results = ints([4, 0, -1, 2]), []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        x, weight = randn(6, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
+        out = function(x, weight, index)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_compiled_state_update_over_two_views_of_one_pool():
+    """Conv windows and states lie in the same pages: both caches are views of one buffer."""
+    arguments = list(inputs.arguments("state_update"))
+    shapes = [arguments[i].shape[1:].numel() for i in (9, 12)]
+    pages = max(arguments[9].shape[0], arguments[12].shape[0])
+    results = []
+    for compiled in (False, True):
+        pool = torch.zeros(2 * pages, max(shapes) + 8)
+        for i, first, numel in ((9, 0, shapes[0]), (12, pages, shapes[1])):
+            view = pool[:, :numel].unflatten(1, arguments[i].shape[1:])
+            view[first : first + arguments[i].shape[0]] = arguments[i].nan_to_num()
+            pages_in, pages_out = (
+                torch.where(t >= 0, t + first, t) for t in inputs.arguments("state_update")[i + 1 : i + 3]
+            )
+            arguments[i + 1], arguments[i + 2] = pages_in, pages_out
+        arguments_now = list(arguments)
+        for i, numel in ((9, shapes[0]), (12, shapes[1])):
+            arguments_now[i] = pool[:, :numel].unflatten(1, arguments[i].shape[1:])
+        torch._dynamo.reset()
+        function = kernels.state_update
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        results.append((*function(*arguments_now), pool))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+# --- gradients ------------------------------------------------------------------------------------------------
+
+
+def test_gather_rows_gradient():
+    index = ints([3, -1, 0, 3, 4])
+    x = randn(5, 4).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: kernels.gather_rows(x, index), x)
+
+
+def test_scatter_rows_gradient():
+    index = ints([3, -1, 0])
+    out, x = randn(5, 4).double().requires_grad_(), randn(3, 4, seed=1).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda out, x: kernels.scatter_rows(out.clone(), x, index), (out, x))
+
+
+def test_scatter_rows_gradient_by_hand():
+    index = ints([2, -1, 0])
+    base, x = randn(4, 3).requires_grad_(), randn(3, 3, seed=1).requires_grad_()
+    out = base * 1
+    result = kernels.scatter_rows(out, x, index)
+    assert result is out
+    weights = randn(4, 3, seed=2)
+    (out * weights).sum().backward()
+    assert torch.equal(x.grad, torch.stack([weights[2], torch.zeros(3), weights[0]]))
+    assert torch.equal(base.grad, torch.stack([torch.zeros(3), weights[1], torch.zeros(3), weights[3]]))
+
+
+def test_scatter_rows_refuses_a_leaf():
+    out = randn(4, 3).requires_grad_()
+    with pytest.raises(ValueError, match=r"^out: a leaf.*allowed: out\.clone\(\)"):
+        kernels.scatter_rows(out, randn(1, 3), ints([2]))
+
+
+DIFFERENTIABLE = {
+    "rms_norm": (0, 1),
+    "silu_mul": (0, 1),
+    "gated_rms_norm": (0, 1, 2),
+    "finish_gated_norm": (0, 2),
+    "gate_route": (0, 2, 3, 4),
+    "gather_rows": (0,),
+    "apply_rope": (0,),
+    "causal_conv1d": (0, 1, 2),
+    "ssd_scan": (0, 1, 2, 3, 4, 5, 6),
+}
+
+
+def _weighted_sum(result):
+    out = result[0] if isinstance(result, tuple) else result
+    return (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()).sum()
+
+
+@pytest.mark.parametrize("operator", DIFFERENTIABLE)
+def test_gradients_agree_with_finite_differences_of_the_definition(operator):
+    arguments = list(inputs.arguments(operator))[: {"causal_conv1d": 5, "ssd_scan": 10}.get(operator)]
+    exact = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+    for i in DIFFERENTIABLE[operator]:
+        arguments[i] = arguments[i].detach().clone().requires_grad_()
+    _weighted_sum(getattr(kernels, operator)(*arguments)).backward()
+    for i in DIFFERENTIABLE[operator]:
+        direction = randn(*exact[i].shape, seed=i).double()
+        low, high = (
+            _weighted_sum(getattr(reference, operator)(*exact[:i], exact[i] + step * direction, *exact[i + 1 :]))
+            for step in (-1e-5, 1e-5)
+        )
+        ours = (arguments[i].grad.double() * direction).sum()
+        torch.testing.assert_close(ours, (high - low) / 2e-5, rtol=1e-4, atol=1e-4)
+
+
+def test_varlen_attention_is_paged_attention_from_an_empty_cache():
+    lengths, heads, kv_heads, dim, page = (5, 0, 1, 18), 4, 2, 16, 16
+    q, k, v = (randn(sum(lengths), h, dim, seed=h + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    cache = torch.zeros(4, 2, kv_heads, page, dim)
+    table = ints([[0, -1], [-1, -1], [1, -1], [2, 3]])
+    slots = torch.cat([torch.arange(5), page + torch.arange(1), 2 * page + torch.arange(18)])
+    kernels.append_kv(q, k, v, None, ints(range(24)), cache, slots)
+    bounds = ints([0, 5, 5, 6, 24])
+    paged = kernels.paged_attention(q, cache, table, bounds, ints(lengths), dim**-0.5, 18)
+    torch.testing.assert_close(kernels.varlen_attention(q, k, v, bounds, dim**-0.5), paged)
+
+
+IN_PLACE = {
+    "gate_pool": ("residual", 0),
+    "split_norm": ("delta", 1),
+    "merge_norm": ("y_ssm", 2),
+    "append_kv": ("k", 1),
+    "paged_attention": ("q", 0),
+    "state_update": ("xBC", 0),
+}
+
+
+@pytest.mark.parametrize("operator", IN_PLACE)
+def test_operators_without_gradient_say_so_and_run_under_no_grad(operator):
+    name, position = IN_PLACE[operator]
+    arguments = list(inputs.arguments(operator))
+    arguments[position] = arguments[position].clone().requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name}: requires a gradient.*torch\.no_grad"):
+        getattr(kernels, operator)(*arguments)
+    with torch.no_grad():
+        getattr(kernels, operator)(*arguments)
+
+
+@pytest.mark.parametrize("operator", ["causal_conv1d", "ssd_scan"])
+def test_scans_with_gradients_refuse_caches(operator):
+    arguments = list(inputs.arguments(operator))
+    arguments[0] = arguments[0].clone().requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{operator}: got a cache"):
+        getattr(kernels, operator)(*arguments)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+
+def _name(operator: str, position: int) -> str:
+    code = getattr(checks, operator).__code__
+    return code.co_varnames[position]
+
+
+def _spoiled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors that cannot stand where x stands."""
+    bad = {
+        "dtype": x.to(torch.complex64 if x.is_floating_point() else torch.int16),
+        "dims": x.unsqueeze(0),
+        "device": x.to("meta"),
+    }
+    if x.dim() > 1 and min(x.shape[-2:]) > 1:
+        bad["strides"] = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return bad
+
+
+SPOILED = [
+    (case, position, kind)
+    for case in inputs.CASES
+    for position, x in enumerate(inputs.arguments(case))
+    if isinstance(x, torch.Tensor)
+    for kind in _spoiled(x)
+    if not (position == 0 and kind == "device")
+]
+
+
+@pytest.mark.parametrize(("case", "position", "kind"), SPOILED, ids=lambda v: str(v))
+def test_wrong_tensors_are_refused_before_anything_is_written(case, position, kind):
+    operator = inputs.operator(case)
+    arguments = list(inputs.arguments(case))
+    arguments[position] = _spoiled(arguments[position])[kind]
+    if operator in ("rms_norm", "silu_mul") and kind == "dims" and position == 0:
+        return  # any number of leading dims
+    before = [bits(copy_with_storage(arguments[i])) for i in inputs.mutated(case) if i != position]
+    # a call with a meta tensor goes to the fake, so that kind is shown to the check itself
+    call = getattr(checks if kind == "device" else torch.ops.flexops, operator)
+    with pytest.raises(ValueError, match=rf"^{_name(operator, position)}: got shape .* allowed: "):
+        call(*arguments)
+    after = [bits(arguments[i]) for i in inputs.mutated(case) if i != position]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _with(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+BAD_VALUES = {
+    "rms_norm weight length": ("rms_norm", 1, lambda w: w[:-1], r"^weight: got shape \[47\].*D=48"),
+    "silu_mul shapes": ("silu_mul", 1, lambda up: up[:-1], r"^up: .*T=24"),
+    "gated_rms_norm groups": ("gated_rms_norm", 4, lambda n: 3, r"^n_groups: got 3; allowed: a divisor"),
+    "finish_gated_norm groups": ("finish_gated_norm", 4, lambda n: 3, r"^n_groups: got 3"),
+    "finish_gated_norm sums": (
+        "finish_gated_norm",
+        1,
+        lambda s: s.bfloat16(),
+        r"^sum_squares: .*allowed: dtype float32",
+    ),
+    "gate_pool w1": ("gate_pool", 4, lambda w: w[:, :-1], r"^w1: .*D=48"),
+    "gate_pool rows overlap": ("gate_pool", 0, lambda x: x[:1].expand(24, -1), r"^residual: .*contiguous"),
+    "gate_route classes": ("gate_route", 3, lambda w: w[:1], r"^w2: .*routes=2"),
+    "gate_route empty": ("gate_route", 1, lambda c: _with(c, 1, 0), r"^cu_seqlens: sequence 0 has 0 rows"),
+    "gate_route bias": ("gate_route", 5, lambda b: b[:-1], r"^bias: .*R=3"),
+    "gather_rows high": ("gather_rows", 1, lambda i: _with(i, 0, 24), r"^index: holds 24; allowed: -1 to 23"),
+    "gather_rows strided index": (
+        "gather_rows",
+        1,
+        lambda i: torch.stack([i, i], 1)[:, 0],
+        r"^index: .*contiguous memory$",
+    ),
+    "gather_rows low": ("gather_rows", 1, lambda i: _with(i, 0, -2), r"^index: holds -2"),
+    "scatter_rows high": ("scatter_rows", 2, lambda i: _with(i, 0, 24), r"^index: holds 24"),
+    "split_norm high": ("split_norm", 4, lambda i: _with(i, 0, 24), r"^order: holds 24"),
+    "merge_norm high": ("merge_norm", 3, lambda i: _with(i, 0, 16), r"^inverse: holds 16; allowed: -1 to 15"),
+    "apply_rope positions": ("apply_rope", 2, lambda p: _with(p, 0, 999), r"^positions: holds 999"),
+    "apply_rope rotary dims": ("apply_rope", 1, lambda c: torch.cat([c, c], 1), r"^rotary_dim of cos_sin: got 32"),
+    "append_kv slot": ("append_kv", 6, lambda s: _with(s, 0, 2**40), r"^slot_mapping: holds 1099511627776"),
+    "append_kv int32 slots": ("append_kv", 6, lambda s: s.int(), r"^slot_mapping: .*allowed: dtype int64"),
+    "append_kv position": ("append_kv", 4, lambda p: _with(p, 0, -1), r"^positions: holds -1"),
+    "append_kv cache dtype": ("append_kv", 5, lambda c: c.half(), r"^kv_cache: .*allowed: dtype float32"),
+    "append_kv head dim": ("append_kv", 0, lambda q: q[:, :, :12].contiguous(), r"^head_dim of q: got 12"),
+    "attention context past pages": (
+        "paged_attention",
+        4,
+        lambda c: _with(c, 2, 99),
+        r"^context_lens: request 2 has 99",
+    ),
+    "attention context too short": (
+        "paged_attention",
+        4,
+        lambda c: _with(c, 2, 17),
+        r"^context_lens: request 2 has 17",
+    ),
+    "attention page missing": ("paged_attention", 2, lambda t: _with(t, (2, 1), -1), r"^page_table .*: holds -1"),
+    "attention page too high": ("paged_attention", 2, lambda t: _with(t, (0, 0), 77), r"^page_table .*: holds 77"),
+    "attention launch hint": ("paged_attention", 6, lambda n: 17, r"^max_query_len: got 17; allowed: at least .* 18"),
+    "attention ends": ("paged_attention", 3, lambda c: _with(c, 3, 23), r"^cu_seqlens: runs from 0 to 23"),
+    "attention order": ("paged_attention", 3, lambda c: _with(c, 1, 7), r"^cu_seqlens: sequence 1 has -1 rows"),
+    "attention kv heads": ("paged_attention", 0, lambda q: q[:, :3], r"^Hk, .*: got 2; allowed: a divisor .* 3"),
+    "conv width": (
+        "causal_conv1d",
+        1,
+        lambda w: w[:, :1].contiguous(),
+        r"^K, the width of weight: got 1; allowed: 2 to 4",
+    ),
+    "conv pages": ("causal_conv1d", 6, lambda p: p[:, :1], r"^initial_pages: .*pages=2"),
+    "conv page range": ("causal_conv1d", 7, lambda p: _with(p, 0, 500), r"^final_pages: holds 500"),
+    "conv half an entry": ("causal_conv1d", 7, lambda p: _with(p, (0, 1), -1), r"^final_pages: a row has -1 behind"),
+    "conv checkpoint row": ("causal_conv1d", 8, lambda p: _with(p, 0, 24), r"^checkpoint_rows: holds 24"),
+    "conv cache missing": ("causal_conv1d", 5, lambda c: None, r"^initial_pages: given without conv_cache"),
+    "conv checkpoint pages missing": ("causal_conv1d", 9, lambda c: None, r"^checkpoint_rows: allowed together"),
+    "scan state dtype": ("ssd_scan", 10, lambda c: c.bfloat16(), r"^state_cache: .*allowed: dtype float32"),
+    "scan chunk": ("ssd_scan", 9, lambda c: 48, r"^chunk_size: got 48; allowed: powers of two"),
+    "scan start": ("ssd_scan", 8, lambda s: _with(s, 0, -1), r"^seq_starts: holds -1"),
+    "scan checkpoint": (
+        "ssd_scan",
+        13,
+        lambda r: r - 1,
+        r"^checkpoint_rows: row 20 is followed by position 31 of request 2",
+    ),
+    "scan C": ("ssd_scan", 4, lambda c: c[:, :1], r"^C: .*G=2"),
+    "update columns": ("state_update", 1, lambda z: z[:, :-1], r"^z: has 31 columns; allowed: H \* P = 4 \* 8"),
+    "update heads": ("state_update", 5, lambda a: a[:-1], r"^A_log: .*H=4"),
+    "update pages": ("state_update", 14, lambda p: _with(p, 0, 99), r"^state_pages_out: holds 99"),
+    "update position": ("state_update", 8, lambda p: _with(p, 0, -5), r"^positions: holds -5"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_VALUES)
+def test_wrong_values_are_refused_before_anything_is_written(what):
+    operator, position, change, message = BAD_VALUES[what]
+    arguments = list(inputs.arguments(operator))
+    arguments[position] = change(arguments[position])
+    mutated = [arguments[i] for i in inputs.mutated(operator) if arguments[i] is not None]
+    before = [bits(whole_storage(x)).clone() for x in mutated]
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, operator)(*arguments)
+    assert all(torch.equal(bits(whole_storage(x)), b) for x, b in zip(mutated, before, strict=True))
+
+
+def test_empty_batches_are_accepted():
+    empty = torch.empty(0, 16)
+    assert kernels.rms_norm(empty, torch.ones(16), 1e-5).shape == (0, 16)
+    assert kernels.gather_rows(randn(4, 16), ints([])).shape == (0, 16)
+    assert kernels.split_norm(empty.clone(), None, torch.ones(16), 1e-5, ints([])).shape == (0, 16)
+    q = torch.empty(0, 4, 16)
+    cache, table = torch.zeros(2, 2, 2, 16, 16), torch.empty(0, 3, dtype=torch.int32)
+    assert kernels.paged_attention(q, cache, table, ints([0]), ints([]), 1.0, 1).shape == (0, 4, 16)
+
+
+# --- dispatch -------------------------------------------------------------------------------------------------
+
+
+def test_backend_is_forced_inside_and_restored_after_errors():
+    assert select(CPU).__name__ == "flexops.kernels.cpu"
+    with pytest.raises(KeyError), kernels.backend("reference"):
+        assert select(CPU) is reference
+        with kernels.backend("cpu"):
+            assert select(CPU).__name__ == "flexops.kernels.cpu"
+        raise KeyError
+    assert select(CPU).__name__ == "flexops.kernels.cpu"
+
+
+def test_backend_holds_for_one_thread_only(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    seen = []
+    with kernels.backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(select(CPU).__name__))
+        thread.start()
+        thread.join()
+    assert seen == ["flexops.kernels.cpu"]
+
+
+def test_backend_refuses_what_cannot_run(monkeypatch):
+    with (
+        pytest.raises(ValueError, match="backend: got 'cuda'; allowed: 'reference', 'cpu', 'triton'"),
+        kernels.backend("cuda"),
+    ):
+        pass
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with kernels.backend("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        kernels.rms_norm(randn(2, 16), randn(16), 1e-5)
+    with kernels.backend("cpu"), pytest.raises(ValueError, match="'cpu' got tensors on 'meta'"):
+        select(torch.device("meta"))
+
+
+def test_operators_keep_their_names_when_files_of_the_same_name_are_imported():
+    pytest.importorskip("triton")
+    for name in ("gate_pool", "ssd_scan", "state_update", "causal_conv1d", "triton_backend"):
+        module = importlib.import_module(f"flexops.kernels.{name}")
+        assert isinstance(module, ModuleType)
+    for name in OPERATORS:
+        assert getattr(kernels, name).__module__ == "flexops.kernels"
+    assert kernels.reference is reference
+
+
+def test_importing_kernels_on_a_cpu_needs_no_triton():
+    """A machine without triton: its import fails, and everything else works."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from flexops import kernels\n"
+        "print(kernels.rms_norm(torch.ones(2, 16), torch.ones(16), 0.0).sum().item())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 32.0
