@@ -264,12 +264,11 @@ class Engine:
     def _run(self, decodes: list[Request], plan: list[tuple[PrefillSlice, ...]]) -> list[RequestOutput]:
         token_ids = [r.output[r.replayed] for r in decodes]
         logits, owners = self.executor.run(decodes, token_ids, plan)
+        self.tables.context[[r.slot for r in decodes]] += 1
         for request in decodes:
-            self.tables.context[request.slot] += 1
             request.replayed += 1
-            self.metrics.decode_flops += decode_flops(
-                self.model_config, request.routes, len(request.prompt) + request.replayed
-            )
+            constant, per_token = request.decode_flops
+            self.metrics.decode_flops += constant + per_token * (len(request.prompt) + request.replayed)
         self.metrics.decode_steps += len(decodes)
         # a preempted request computes its old tokens again; it samples when it has caught up
         rows = [i for i, r in enumerate(decodes) if r.replayed == len(r.output)]
@@ -293,6 +292,7 @@ class Engine:
         request.status = Status.DECODE
         request.prefill = None
         self.tables.context[request.slot] = len(request.prompt)
+        request.decode_flops = decode_flops(self.model_config, request.routes)
         if not request.preemptions:
             self.metrics.prompt_tokens += len(request.prompt)
             self.metrics.layouts[layout_strip(request.routes)] += 1

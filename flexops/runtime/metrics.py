@@ -1,7 +1,7 @@
 """What the engine counts: requests, tokens, latencies, work per token (Eq. 6)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,10 @@ from ..kernels import ATTENTION
 from .request import Request
 
 
-def decode_flops(config: FlexHybridConfig, routes: list[int], context_tokens: int) -> float:
-    """FLOPs of one decode step of one request by Eq. 6, two per multiply-add: the chosen branches, FFNs and head.
+def decode_flops(config: FlexHybridConfig, routes: Sequence[int]) -> tuple[float, float]:
+    """FLOPs of one decode step of a request by Eq. 6, two per multiply-add: the chosen branches, FFNs and the head.
 
-    Norms, activations and softmax are not counted. context_tokens: attended KV length.
+    Norms, activations and softmax are not counted. Returns a constant, and what each attended token of context adds.
     """
     hidden, d_inner = config.hidden_size, config.d_inner
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -21,15 +21,13 @@ def decode_flops(config: FlexHybridConfig, routes: list[int], context_tokens: in
     ssm_linear = hidden * (d_inner + config.conv_dim + config.mamba_n_heads) + d_inner * hidden
     # convolution taps, then decay-and-add (2 multiply-adds per state element) and read-out (1)
     ssm_rest = config.conv_dim * config.mamba_d_conv + 3 * d_inner * config.mamba_d_state
-    total = hidden * config.vocab_size
-    for layer_idx, route in enumerate(routes):
-        if route == ATTENTION:
-            total += attention_linear + 2 * context_tokens * heads * head_dim
-        else:
-            total += ssm_linear + ssm_rest
-        if config.has_ffn(layer_idx):
-            total += 3 * hidden * config.intermediate_size
-    return 2.0 * total
+    num_attention = sum(route == ATTENTION for route in routes)
+    num_ffn = sum(config.has_ffn(layer_idx) for layer_idx in range(len(routes)))
+    total = (
+        hidden * config.vocab_size + num_attention * attention_linear + num_ffn * 3 * hidden * config.intermediate_size
+    )
+    total += (len(routes) - num_attention) * (ssm_linear + ssm_rest)
+    return 2.0 * total, 4.0 * num_attention * heads * head_dim
 
 
 @dataclass

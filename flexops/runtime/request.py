@@ -148,6 +148,7 @@ class Request:
     slot: int = -1  # row of the engine's tables while it holds memory
     first_token_at_us: float | None = None
     preemptions: int = 0
+    decode_flops: tuple[float, float] = (0.0, 0.0)  # of a step: a constant, and per token of context
     forks_left: int = 0  # samples that still have to be split off at the end of the prefill
     continuation: list[int] = field(default_factory=list)  # tokens to score, of which the prompt holds all but the last
     scores: list[float] = field(default_factory=list)  # log-probabilities of the continuation so far

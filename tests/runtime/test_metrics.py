@@ -24,11 +24,13 @@ def test_flops_of_a_decode_step():
         mamba_d_state=16,
         layers_without_ffn=[2],
     )
-    attention = 64 * 16 * (2 * 4 + 2 * 2) + 2 * 50 * 4 * 16
+    attention = 64 * 16 * (2 * 4 + 2 * 2)
     ssm = 64 * (64 + 96 + 2) + 64 * 64 + 96 * 4 + 3 * 64 * 16
     head, ffn = 64 * 1000, 3 * 64 * 128
-    assert decode_flops(config, [ATTENTION, SSM, SSM], 50) == 2.0 * (attention + 2 * ssm + head + 2 * ffn)
-    assert decode_flops(config, [SSM] * 3, 50) == decode_flops(config, [SSM] * 3, 5000)
+    constant, per_token = decode_flops(config, [ATTENTION, SSM, SSM])
+    assert constant == 2.0 * (attention + 2 * ssm + head + 2 * ffn)
+    assert per_token == 4.0 * 4 * 16, "scores and values of every query head"
+    assert decode_flops(config, [SSM] * 3) == (2.0 * (3 * ssm + head + 2 * ffn), 0.0)
 
 
 def test_prometheus_sees_what_stats_count():
