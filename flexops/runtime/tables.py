@@ -98,8 +98,8 @@ class RequestTables:
         self.context[twin] = self.context[slot]
         states = len(partial) + self.state_pages[ssm, slot].size
         self.kv_pages[attention[: len(partial)], twin, full] = new[: len(partial)]
-        self.state_pages[ssm, twin] = new[len(partial) : states].reshape(len(ssm), -1)
-        self.conv_pages[ssm, twin] = new[states:].reshape(len(ssm), -1)
+        self.state_pages[ssm, twin] = new[len(partial) : states].reshape(self.state_pages[ssm, slot].shape)
+        self.conv_pages[ssm, twin] = new[states:].reshape(self.conv_pages[ssm, slot].shape)
         return twin
 
     def _widen(self, columns: int) -> None:

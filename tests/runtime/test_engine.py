@@ -139,7 +139,8 @@ def test_abort_at_any_point_returns_everything(stop_at):
     engine.abort(ids[1])  # gone already: ignored
 
 
-def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype):
+@pytest.mark.parametrize("layout", [None, "attention", "ssm"])
+def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype, layout):
     model, prompt = model_of(dtype), tuple(range(40, 77))
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100, n=4, keep_logits=True)
     outcomes = []
@@ -147,18 +148,19 @@ def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype):
         engine, given = small_engine(model), {}
         for asked in beside:
             engine.add_request(asked.prompt, asked.params, asked.layout)
-        request_id = engine.add_request(prompt, params)
+        request_id = engine.add_request(prompt, params, layout)
         while engine.has_unfinished():
             collect(given, engine)
             if engine.metrics.steps == 1:
-                assert (engine.pool.ref_counts == 4).sum() > 0, "full pages of the prompt are shared"
+                shared = int((engine.pool.ref_counts == 4).sum())
+                assert bool(shared) == (layout != "ssm"), "full KV pages of the prompt are shared, states are not"
         assert engine.metrics.prompt_tokens == sum(len(a.prompt) for a in beside) + len(prompt), "computed once"
         assert engine.pool.free == engine.pool.num_pages
         outcomes.append([given[request_id, sample] for sample in range(4)])
     assert all(a.same_bits(b) for a, b in zip(*outcomes, strict=True))
     assert len({tuple(given.token_ids) for given in outcomes[0]}) > 1
     single = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100, keep_logits=True)
-    assert outcomes[0][0].same_bits(solo(dtype, Asked(prompt, single)))
+    assert outcomes[0][0].same_bits(solo(dtype, Asked(prompt, single, layout)))
 
 
 def test_samples_without_room_wait_and_give_the_same(dtype):
