@@ -60,13 +60,15 @@ def bench_linear(benchmark, shape, dtype, rows, side):
 @pytest.mark.parametrize("case", ["state_update", "paged_attention_decode"])
 def bench_decode(benchmark, case, dtype, batch, side):
     benchmark.group = f"{case} {str(dtype).removeprefix('torch.')} batch {batch}"
-    requests = max(batch, 2)  # a case names one request that has no pages: it is dropped again
+    requests = max(batch, 2)  # the inputs leave out one of them
     size = replace(LAYER, lengths=(1,) * requests, cached=(499,) * requests)
     arguments = list(inputs.arguments(case, size, dtype))
     if case == "state_update":
         moved_bytes = 2 * batch * LAYER.d_inner * LAYER.d_state * 4
-        for tables in ((10, 11), (13, 14)):  # in place, as a decode step runs; page 0 for the entry that is absent
-            arguments[tables[0]] = arguments[tables[1]] = arguments[tables[0]].clamp(min=0)
+        for cache, read, written in ((9, 10, 11), (12, 13, 14)):  # in place, as a decode step runs
+            pages = torch.where(arguments[written] < 0, arguments[read], arguments[written])
+            arguments[read] = arguments[written] = pages
+            arguments[cache].normal_()
         per_request = (0, 1, 2, 8, 10, 11, 13, 14)
     else:
         moved_bytes = 2 * batch * 500 * LAYER.kv_heads * LAYER.head_dim * dtype.itemsize

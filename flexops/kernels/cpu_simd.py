@@ -9,6 +9,7 @@ with the same bits in each case.
 Memory is named by int64 addresses: what `Tensor.data_ptr` gives and numba passes on at no cost.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -100,12 +101,10 @@ def emits(result: types.Type, *arguments: types.Type) -> Callable:
             value = emit(builder, *args)
             return context.get_dummy_value() if value is None else value
 
-        names = [f"a{i}" for i in range(len(arguments))]
-        scope: dict[str, Any] = {"sig": result(*arguments), "codegen": codegen}
-        # numba reads the number of arguments from the signature of the Python function
-        exec(f"def {emit.__name__}(typingctx, {', '.join(names)}): return sig, codegen", scope)
-        typing = scope[emit.__name__]
-        typing.__doc__ = emit.__doc__
+        def typing(typingctx: Any, *args: types.Type) -> Any:
+            return (result(*arguments), codegen) if len(args) == len(arguments) else None
+
+        functools.update_wrapper(typing, emit)
         return intrinsic(typing)
 
     return decorate

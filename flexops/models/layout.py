@@ -1,6 +1,7 @@
 """Layouts: the route of every layer, as people write them and as tensors."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,8 +46,10 @@ def resolve_layout(layout: Layout | list[Layout], config: FlexHybridConfig, num_
     if layout is None:
         return None
     # a flat list of names is one layout; a list that holds None or lists has one entry per request
-    per_request = not isinstance(layout, str) and any(not isinstance(item, str) for item in layout)
-    layouts = list(layout) if per_request else [layout] * num_requests
+    if isinstance(layout, str) or all(isinstance(item, str) for item in layout):
+        layouts = [cast(Layout, layout)] * num_requests
+    else:
+        layouts = list(layout)
     if len(layouts) != num_requests:
         raise ValueError(f"layout has {len(layouts)} entries for {num_requests} requests")
     return torch.tensor([layout_routes(item, config) for item in layouts], dtype=torch.int32)

@@ -68,19 +68,22 @@ class FlexHybridLayer(nn.Module):
 
     def mix(self, u: Tensor, seqs: "_Sequences", weights: Tensor) -> Tensor:
         """p_attn * attention(u) + p_ssm * ssm(u) with weights [R, 2] per sequence (Eq. 3)."""
-        if self.attention is None:
-            return self.ssm(u, seqs.cu_seqlens)
-        if self.ssm is None:
-            return self.attention(u, seqs.cu_seqlens, seqs.positions, seqs.cos_sin)
+        branches = []
+        if self.attention is not None:
+            branches.append(self.attention(u, seqs.cu_seqlens, seqs.positions, seqs.cos_sin))
+        if self.ssm is not None:
+            branches.append(self.ssm(u, seqs.cu_seqlens))
+        if len(branches) == 1:
+            return branches[0]
         per_token = weights[seqs.request].to(u.dtype)
-        attention = self.attention(u, seqs.cu_seqlens, seqs.positions, seqs.cos_sin)
-        return per_token[:, :1] * attention + per_token[:, 1:] * self.ssm(u, seqs.cu_seqlens)
+        return per_token[:, :1] * branches[0] + per_token[:, 1:] * branches[1]
 
     def split_and_merge(self, u: Tensor, seqs: "_Sequences", routes: Tensor) -> Tensor:
         """Each sequence through its own branch: split into compact rows, run, merge back (§5.1)."""
+        assert self.attention is not None and self.ssm is not None, "only a layer with both branches splits"
         merged = torch.zeros_like(u)
         token_route = routes[seqs.request]
-        for route, branch in ((fk.ATTENTION, self.attention), (fk.SSM, self.ssm)):
+        for route in (fk.ATTENTION, fk.SSM):
             rows = (token_route == route).nonzero().squeeze(1).to(torch.int32)
             if not rows.numel():
                 continue
@@ -88,9 +91,9 @@ class FlexHybridLayer(nn.Module):
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             compact = fk.gather_rows(u, rows)
             if route == fk.ATTENTION:
-                y = branch(compact, cu_seqlens, seqs.positions[rows.long()], seqs.cos_sin)
+                y = self.attention(compact, cu_seqlens, seqs.positions[rows.long()], seqs.cos_sin)
             else:
-                y = branch(compact, cu_seqlens)
+                y = self.ssm(compact, cu_seqlens)
             merged = fk.scatter_rows(merged, y, rows)
         return merged
 
@@ -107,7 +110,7 @@ class FlexHybridLayer(nn.Module):
             if routing == "straight_through":  # the hard choice forward, the soft gradient backward
                 weights = F.one_hot(routes.long(), 2).to(probs.dtype) - probs.detach() + probs
             h = h + self.mix(u, seqs, weights)
-        if self.ffn is not None:
+        if self.ffn is not None and self.ffn_norm is not None:
             h = h + self.ffn(self.ffn_norm(h))
         return h, probs, routes
 
@@ -193,16 +196,16 @@ class FlexHybridModel(FlexHybridPreTrainedModel, GenerationMixin):
 
         return from_model(model)
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed_tokens = value
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.lm_head = new_embeddings
 
     def forward(

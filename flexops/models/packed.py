@@ -6,11 +6,13 @@ with prefill rows (a range of a prompt), decode rows first, and every request co
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..kernels.linear import PackedLinear
+from .gate import PrefillGate
 from .mixers import AttentionMixer, Mamba2Mixer, SwiGLU, rope_table
 from .modeling import FlexHybridLayer, FlexHybridModel
 
@@ -163,12 +165,19 @@ class PackedFFN:
         return self.down(ops.silu_mul(gate, up))
 
 
+class PackedGate:
+    """The prefill gate's parameters; `kernels.gate_pool` takes w1, `kernels.gate_route` the others."""
+
+    def __init__(self, gate: PrefillGate) -> None:
+        self.w1, self.b1, self.w2, self.b2 = (p.detach() for p in (gate.w1, gate.b1, gate.w2, gate.b2))
+
+
 class PackedLayer:
     """One layer's packed parts; a part the layer lacks is None."""
 
     def __init__(self, layer: FlexHybridLayer) -> None:
         self.input_norm = layer.input_norm.weight.detach()
-        self.gate = layer.gate
+        self.gate = None if layer.gate is None else PackedGate(layer.gate)
         self.attention = None if layer.attention is None else PackedAttention(layer.attention)
         self.ssm = None if layer.ssm is None else PackedMamba2(layer.ssm)
         self.ffn = None if layer.ffn is None else PackedFFN(layer.ffn)
@@ -182,7 +191,7 @@ class PackedModel:
         self.config = model.config
         self.eps = model.config.rms_norm_eps
         self.embedding = model.embed_tokens.weight.detach()
-        self.layers = [PackedLayer(layer) for layer in model.layers]
+        self.layers = [PackedLayer(cast(FlexHybridLayer, layer)) for layer in model.layers]
         self.norm = model.norm.weight.detach()
         self.head = PackedLinear(model.lm_head.weight)
         self.cos_sin = rope_table(model.config, max_model_len, self.embedding.device)

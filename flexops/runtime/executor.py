@@ -48,9 +48,9 @@ class Executor:
         ids = torch.tensor(request.prompt, device=self.device)
         hidden = self.model.embedding.index_select(0, ids)
         z = torch.empty(len(ids), self.model.config.gate_dim, dtype=torch.float32, device=self.device)
-        if _runs_gate(request, 0):
-            first = self.model.layers[0]
-            z = self.ops.gate_pool(hidden, None, first.input_norm, self.model.eps, first.gate.w1.detach())[1]
+        first = self.model.layers[0]
+        if first.gate is not None and _runs_gate(request, 0):
+            z = self.ops.gate_pool(hidden, None, first.input_norm, self.model.eps, first.gate.w1)[1]
         return PrefillProgress(layer_idx=0, done_tokens=0, hidden=hidden, z=z)
 
     def run(
@@ -74,7 +74,7 @@ class Executor:
             if not decodes and not slices:
                 continue
             if rows is None:
-                parts = [s.request.prefill.hidden[s.start : s.end] for s in slices]
+                parts = [s.request.progress.hidden[s.start : s.end] for s in slices]
                 rows = _Rows(slices, torch.cat([decode_h, *parts]))
             self._enter_layer(layer_idx, layer, slices)
             self._run_layer(layer_idx, layer, step, rows)
@@ -97,15 +97,13 @@ class Executor:
     def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: tuple[PrefillSlice, ...]) -> None:
         """Choose the routes of the requests whose first slice enters the layer, and give them its pages."""
         entering = [s.request for s in slices if s.start == 0]
-        undecided = [r for r in entering if layer_idx >= len(r.routes) and r.forced[layer_idx] < 0]
-        if undecided:
-            gate = layer.gate
+        gate, undecided = layer.gate, [r for r in entering if _runs_gate(r, layer_idx)]
+        if gate is not None and undecided:
             lengths = torch.tensor([r.gate_tokens for r in undecided], device=self.device)
-            z = torch.cat([r.prefill.z[: r.gate_tokens] for r in undecided])
+            z = torch.cat([r.progress.z[: r.gate_tokens] for r in undecided])
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             bias = torch.tensor([r.gate_bias for r in undecided], dtype=torch.float32, device=self.device)
-            weights = (gate.b1.detach(), gate.w2.detach(), gate.b2.detach())
-            probs, routes = self.ops.gate_route(z, cu_seqlens, *weights, bias)
+            probs, routes = self.ops.gate_route(z, cu_seqlens, gate.b1, gate.w2, gate.b2, bias)
             margins = (probs[:, 0] - probs[:, 1]).abs().tolist()
             for request, route, margin in zip(undecided, routes.tolist(), margins, strict=True):
                 request.routes.append(route)
@@ -138,26 +136,27 @@ class Executor:
         n = split.num_attention
         y_attention, y_ssm = u[:n], u[n:]
         if n:
-            batch = step.attention(layer_idx, split.attention)
-            y_attention = layer.attention(y_attention, batch, self.model.cos_sin, self.pool.kv_cache, self.ops)
+            assert layer.attention is not None, "a route that the layer does not have"
+            kv_rows = step.attention(layer_idx, split.attention)
+            y_attention = layer.attention(y_attention, kv_rows, self.model.cos_sin, self.pool.kv_cache, self.ops)
         if n < u.shape[0]:
-            batch = step.ssm(layer_idx, split.ssm)
-            y_ssm = layer.ssm(y_ssm, batch, self.pool.state_cache, self.pool.conv_cache, self.ops)
+            assert layer.ssm is not None, "a route that the layer does not have"
+            ssm_rows = step.ssm(layer_idx, split.ssm)
+            y_ssm = layer.ssm(y_ssm, ssm_rows, self.pool.state_cache, self.pool.conv_cache, self.ops)
         return y_attention, y_ssm
 
     def _collect_gate_rows(self, next_idx: int, rows: _Rows, num_decodes: int) -> None:
         """Where a request's next layer has a gate to run, keep the rows z that leave for it."""
         layer = self.model.layers[next_idx]
-        if not any(_runs_gate(s.request, next_idx) for s in rows.slices):
+        if layer.gate is None or not any(_runs_gate(s.request, next_idx) for s in rows.slices):
             return
-        w1 = layer.gate.w1.detach()
-        rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, w1)
+        rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, layer.gate.w1)
         rows.delta = None
         offset = num_decodes
         for s in rows.slices:
             count = s.end - s.start
             if _runs_gate(s.request, next_idx):
-                s.request.prefill.z[s.start : s.end] = z[offset : offset + count]
+                s.request.progress.z[s.start : s.end] = z[offset : offset + count]
             offset += count
 
     def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
@@ -167,7 +166,7 @@ class Executor:
         offset = num_decodes
         for s in rows.slices:
             count = s.end - s.start
-            s.request.prefill.hidden[s.start : s.end] = rows.h[offset : offset + count]
+            s.request.progress.hidden[s.start : s.end] = rows.h[offset : offset + count]
             offset += count
         return rows.h[:num_decodes]
 

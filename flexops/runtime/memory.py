@@ -234,7 +234,8 @@ def _view(pages: Tensor, shape: tuple[int, ...]) -> Tensor:
     size = int(np.prod(shape))
     if size > pages.shape[1]:
         return pages.new_empty(0, *shape)
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for extent in reversed(shape):
         strides.insert(0, step)
         step *= extent

@@ -154,6 +154,12 @@ class Request:
     scores: list[float] = field(default_factory=list)  # log-probabilities of the continuation so far
 
     @property
+    def progress(self) -> PrefillProgress:
+        """How far the prompt is, while it is prefilled."""
+        assert self.prefill is not None, "only a prefill has progress"
+        return self.prefill
+
+    @property
     def rank(self) -> tuple[int, int, int]:
         """Place in the line: by priority, then by arrival, which is the order of ids."""
         return (-self.priority, self.request_id, self.sample)

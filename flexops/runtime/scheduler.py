@@ -2,6 +2,8 @@
 
 import bisect
 
+import numpy as np
+
 from ..config import EngineConfig
 from .batch import PrefillSlice
 from .request import Request, Status
@@ -93,7 +95,7 @@ class Scheduler:
         decodes = [r for r in self.running if r.status is Status.DECODE]
         if not decodes:
             return []
-        growing = self.tables.growth([r.slot for r in decodes])
+        growing = self.tables.growth(np.array([r.slot for r in decodes]))
         for request, pages in zip(decodes, growing.tolist(), strict=True):
             if not pages or request.status is not Status.DECODE:
                 continue
@@ -134,8 +136,7 @@ class Scheduler:
         """
         plan: list[list[PrefillSlice]] = [[] for _ in range(self.num_layers)]
         for request in sorted((r for r in self.running if r.status is Status.PREFILL), key=lambda r: r.rank):
-            progress, total = request.prefill, len(request.prompt)
-            assert progress is not None, "a prefill without its buffers"
+            progress, total = request.progress, len(request.prompt)
             while budget and progress.layer_idx < self.num_layers:
                 start = progress.done_tokens
                 end = min(total, start + budget)
