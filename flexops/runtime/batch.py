@@ -24,21 +24,22 @@ class PrefillSlice:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """The requests of one branch, in packed order, and their rows.
+    """The requests of one branch in one layer group, in packed order, and where their rows lie.
 
     slots: int64 [R].  counts, starts: int32 [R], rows of each request in the step and the absolute position of the
-    first.  num_decodes: the leading requests that decode.
+    first.  num_decodes: the leading requests that decode.  device: where tensors go; they are made once per group.
     """
 
     slots: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
     num_decodes: int
+    device: torch.device
 
     @cached_property
-    def cu_seqlens(self) -> np.ndarray:
-        """int32 [R+1]."""
-        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+    def context(self) -> np.ndarray:
+        """int32 [R], tokens in the cache once the rows are appended."""
+        return self.starts + self.counts
 
     @cached_property
     def row_request(self) -> np.ndarray:
@@ -48,8 +49,36 @@ class BranchRows:
     @cached_property
     def positions(self) -> np.ndarray:
         """int32 [T], the absolute position of each row."""
-        offsets = np.arange(self.cu_seqlens[-1]) - self.cu_seqlens[self.row_request]
-        return (self.starts[self.row_request] + offsets).astype(np.int32)
+        if self.num_decodes == len(self.slots):
+            return self.starts
+        first_row = np.cumsum(self.counts) - self.counts
+        return (np.arange(len(self.row_request)) + (self.starts - first_row)[self.row_request]).astype(np.int32)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [R+1]."""
+        return self.tensor(np.concatenate([[0], np.cumsum(self.counts)]), np.int32)
+
+    @cached_property
+    def prefill_cu_seqlens(self) -> Tensor:
+        """int32, of the rows behind the decodes."""
+        return self.cu_seqlens[self.num_decodes :] - self.num_decodes
+
+    @cached_property
+    def positions_tensor(self) -> Tensor:
+        return self.tensor(self.positions, np.int32)
+
+    @cached_property
+    def context_tensor(self) -> Tensor:
+        return self.tensor(self.context, np.int32)
+
+    @cached_property
+    def starts_tensor(self) -> Tensor:
+        return self.tensor(self.starts, np.int32)
+
+    def tensor(self, array: np.ndarray, dtype: type) -> Tensor:
+        """An array as a tensor on the step's device."""
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -75,11 +104,15 @@ class StepBatch:
         self.tables = tables
         self.decode_slots = decode_slots
         self.device = device
+        self._slots: dict[tuple[PrefillSlice, ...], np.ndarray] = {(): decode_slots}
         self._splits: dict[tuple, RouteSplit] = {}
 
     def split(self, layer_idx: int, slices: tuple[PrefillSlice, ...]) -> RouteSplit:
         """The layer's split, built once for every group of layers that share rows and routes."""
-        slots = np.concatenate([self.decode_slots, [s.request.slot for s in slices]]).astype(np.int64)
+        if slices not in self._slots:
+            prefill_slots = np.array([s.request.slot for s in slices], dtype=np.int64)
+            self._slots[slices] = np.concatenate([self.decode_slots, prefill_slots])
+        slots = self._slots[slices]
         routes = self.tables.routes[layer_idx, slots]
         key = (routes.tobytes(), slices)
         if key not in self._splits:
@@ -96,16 +129,18 @@ class StepBatch:
         branches, rows = [], []
         for route in (ATTENTION, SSM):
             mine = routes == route
-            branches.append(BranchRows(slots[mine], counts[mine], starts[mine], int(mine[:n].sum())))
+            decodes = int(mine[:n].sum())
+            branches.append(BranchRows(slots[mine], counts[mine], starts[mine], decodes, self.device))
             rows.append(np.flatnonzero(row_routes == route))
         order = np.concatenate(rows)
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
+        attention, ssm = branches
         return RouteSplit(
-            attention=branches[0],
-            ssm=branches[1],
-            order=self._tensor(order, np.int32),
-            inverse=self._tensor(inverse, np.int32),
+            attention=attention,
+            ssm=ssm,
+            order=attention.tensor(order, np.int32),
+            inverse=attention.tensor(inverse, np.int32),
             num_attention=len(rows[0]),
             one_route=not (len(rows[0]) and len(rows[1])),
         )
@@ -113,16 +148,16 @@ class StepBatch:
     def attention(self, layer_idx: int, rows: BranchRows) -> AttentionBatch:
         """The attention branch's batch in one layer."""
         page_tokens = self.tables.layout.page_tokens
-        context = rows.starts + rows.counts
-        columns = -(-int(context.max()) // page_tokens)
+        columns = -(-int(rows.context.max()) // page_tokens)
         table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
-        pages = table[rows.row_request, rows.positions // page_tokens].astype(np.int64)
+        column, offset = np.divmod(rows.positions, page_tokens)
+        pages = table[rows.row_request, column].astype(np.int64)
         return AttentionBatch(
-            positions=self._tensor(rows.positions, np.int32),
-            slot_mapping=self._tensor(pages * page_tokens + rows.positions % page_tokens, np.int64),
-            page_table=self._tensor(table, np.int32),
-            cu_seqlens=self._tensor(rows.cu_seqlens, np.int32),
-            context_lens=self._tensor(context, np.int32),
+            positions=rows.positions_tensor,
+            slot_mapping=rows.tensor(pages * page_tokens + offset, np.int64),
+            page_table=rows.tensor(table, np.int32),
+            cu_seqlens=rows.cu_seqlens,
+            context_lens=rows.context_tensor,
             num_decodes=rows.num_decodes,
             max_prefill=int(rows.counts[rows.num_decodes :].max(initial=0)),
         )
@@ -130,20 +165,20 @@ class StepBatch:
     def ssm(self, layer_idx: int, rows: BranchRows) -> SSMBatch:
         """The SSM branch's batch in one layer. A range that starts a prompt starts from nothing, however short."""
         n = rows.num_decodes
-        state_pages = self.tables.state_pages[layer_idx, rows.slots]
-        conv_pages = self.tables.conv_pages[layer_idx, rows.slots]
-        starts = rows.starts[n:]
-        fresh = (starts == 0)[:, None]
+        state_pages = rows.tensor(self.tables.state_pages[layer_idx, rows.slots], np.int32)
+        conv_pages = rows.tensor(self.tables.conv_pages[layer_idx, rows.slots], np.int32)
+        starts = rows.starts_tensor[n:]
+        initial_state, initial_conv = state_pages[n:], conv_pages[n:]
+        if n < len(rows.slots):
+            fresh = (starts == 0).unsqueeze(1)
+            initial_state, initial_conv = initial_state.masked_fill(fresh, -1), initial_conv.masked_fill(fresh, -1)
         return SSMBatch(
             num_decodes=n,
-            positions=self._tensor(rows.starts[:n], np.int32),
-            state_pages=self._tensor(state_pages, np.int32),
-            conv_pages=self._tensor(conv_pages, np.int32),
-            cu_seqlens=self._tensor(rows.cu_seqlens[n:] - n, np.int32),
-            seq_starts=self._tensor(starts, np.int32),
-            initial_state_pages=self._tensor(np.where(fresh, -1, state_pages[n:]), np.int32),
-            initial_conv_pages=self._tensor(np.where(fresh, -1, conv_pages[n:]), np.int32),
+            positions=rows.starts_tensor[:n],
+            state_pages=state_pages,
+            conv_pages=conv_pages,
+            cu_seqlens=rows.prefill_cu_seqlens,
+            seq_starts=starts,
+            initial_state_pages=initial_state,
+            initial_conv_pages=initial_conv,
         )
-
-    def _tensor(self, array: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self.device)
