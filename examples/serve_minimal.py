@@ -433,6 +433,7 @@ def main() -> None:
         model, tokenizer = loading.load(args.model)
     except ValueError as error:
         parser.error(str(error))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     uvicorn.run(make_app(model, tokenizer, args.model), host=args.host, port=args.port)
 
 

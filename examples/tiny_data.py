@@ -331,6 +331,7 @@ class Example:
 
 KINDS = ("pairs", "copy", "passage")
 PAIR_STYLES = ("complete", "ask", "brief")
+SAID_WORDS = 200  # different words in answers; a key may be any word of the list, but one that is said must be learned
 
 
 class TaskSampler:
@@ -365,8 +366,7 @@ class TaskSampler:
         """`key: value` lines or sentences, then a question about one key: 4 to 24 pairs."""
         count = count or int(rng.integers(4, 25))
         style = style or str(rng.choice(PAIR_STYLES, p=[0.4, 0.4, 0.2]))
-        keys = self._words(rng, count, num_words)
-        values = [self._value(rng, num_words) for _ in range(count)]
+        keys, values = self._words(rng, count, num_words), [self._value(rng) for _ in range(count)]
         asked = rng.permutation(count)[: 1 + follow_ups]
         if style == "ask":
             prompt = " ".join(f"The {k} is {v}." for k, v in zip(keys, values, strict=True)) + "\n"
@@ -376,7 +376,7 @@ class TaskSampler:
             questions = [f"\n{keys[i]}:" if style == "complete" else f"\nWhat is {keys[i]}?" for i in asked]
         return self._example("pairs", prompt, questions, [f" {values[i]}" for i in asked])
 
-    def copy(self, rng: np.random.Generator, count: int | None = None, num_words: int | None = None) -> Example:
+    def copy(self, rng: np.random.Generator, count: int | None = None, num_words: int = SAID_WORDS) -> Example:
         """Random words, to be said again."""
         text = " ".join(self._words(rng, count or int(rng.integers(4, 25)), num_words))
         return self._example("copy", f"Copy: {text}\n", ["Answer:"], [f" {text}"])
@@ -398,12 +398,12 @@ class TaskSampler:
         that has not found out how to look things up learns it there much sooner.
         """
         small = size < 0.2
-        kind = kind or str(rng.choice(KINDS, p=[0.6, 0.4, 0.0] if small else [0.6, 0.2, 0.2]))
+        kind = kind or str(rng.choice(KINDS, p=[0.7, 0.3, 0.0] if small else [0.65, 0.15, 0.2]))
         count = 4 + round(20 * min(1.0, max(0.0, size + 0.05 * rng.standard_normal())))
         if kind == "pairs":
             style = "complete" if small and rng.random() < 0.7 else None
             return self.pairs(rng, count, style, follow_ups=3, num_words=100 if small else None)
-        return self.copy(rng, count, 100 if small else None) if kind == "copy" else self.passage(rng, 24 + 6 * count)
+        return self.copy(rng, count) if kind == "copy" else self.passage(rng, 24 + 6 * count)
 
     def batch(
         self, index: int, size: int, text_fraction: float = 0.5, difficulty: float = 1.0
@@ -442,12 +442,12 @@ class TaskSampler:
         words = self.corpus.words[:most]
         return [words[i] for i in rng.choice(len(words), count, replace=False)]
 
-    def _value(self, rng: np.random.Generator, num_words: int | None = None) -> str:
-        """A number of two to four digits, or one or two words."""
-        if rng.random() < 0.6:
-            digits = int(rng.integers(2, 5))
-            return str(rng.integers(10 ** (digits - 1), 10**digits))
-        return " ".join(self._words(rng, int(rng.integers(1, 3)), num_words))
+    def _value(self, rng: np.random.Generator) -> str:
+        """A number of two to four digits, or now and then a word."""
+        if rng.random() < 0.25:
+            return self._words(rng, 1, SAID_WORDS)[0]
+        digits = int(rng.integers(2, 5))
+        return str(rng.integers(10 ** (digits - 1), 10**digits))
 
     def _example(self, kind: str, prompt: str, questions: list[str], answers: list[str]) -> Example:
         encode = self.corpus.tokenizer.encode

@@ -47,12 +47,12 @@ class Recipe:
     learning_rate: float = 5e-3  # AdamW: embedding, gates, convolutions, vectors
     weight_decay: float = 0.1
     warmup: float = 0.03  # fractions of the run from here on
-    straight_through: float = 0.55  # hard gates from here on
-    learned_loss: float = 1.5  # recall counts as learned while its smoothed loss is below
-    level_steps: int = 100  # steps, learned, until price and length of recall are at their full values
-    rows_before: tuple[int, int] = (3, 32)  # text and recall rows of a step until recall is learned
-    rows_after: tuple[int, int] = (10, 8)
-    route_cost_weight: float = 0.1
+    straight_through: float = 0.72  # hard gates from here on
+    learned_loss: float = 1.6  # recall counts as learned while its smoothed loss is below
+    level_steps: int = 80  # steps, learned, until recall has its full length; the price rises in the second half
+    rows_before: tuple[int, int] = (5, 20)  # text and recall rows of a step up to level 0.7 ...
+    rows_after: tuple[int, int] = (10, 8)  # ... and from there on
+    route_cost_weight: float = 0.25
     seq_len: int = 256
     seed: int = 0
 
@@ -169,7 +169,7 @@ class Trainer:
         self.optimizers = make_optimizers(model, recipe)
         self.peaks = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.index, self.elapsed_s = 0, 0.0
-        self.recall_loss, self.level = math.inf, 0.0  # smoothed loss; 0 attention is free .. 1 full price
+        self.recall_loss, self.level = math.inf, 0.0  # smoothed loss; 0 short recall .. 1 full length and price
         output.mkdir(parents=True, exist_ok=True)
 
     def step(self, progress: float) -> dict[str, float]:
@@ -179,8 +179,8 @@ class Trainer:
         for group, peak in zip(groups, self.peaks, strict=True):
             group["lr"] = peak * rate_factor(recipe, progress)
         routing = "soft" if progress < recipe.straight_through else "straight_through"
-        cost_weight = recipe.route_cost_weight * self.level
-        text_rows, recall_rows = recipe.rows_after if self.level > 0.1 else recipe.rows_before
+        cost_weight = recipe.route_cost_weight * max(0.0, 2 * self.level - 1)
+        text_rows, recall_rows = recipe.rows_after if self.level > 0.7 else recipe.rows_before
         record: dict[str, float] = {"step": self.index, "tokens": 0}
         for name, rows, share in (("text", text_rows, 1.0), ("recall", recall_rows, 0.0)):
             batch, _ = self.sampler.batch(self.index, rows, share, 0.19 + 0.81 * self.level)

@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,6 +26,8 @@ from .runtime import Engine, RequestOutput, SamplingParams
 from .text import TextStream
 
 app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.", add_completion=False)
+# escape sequences and the like in a model's text must not reach a terminal
+_CONTROL = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
 ROUTE_STYLES = {"A": "black on bright_magenta", "S": "black on bright_cyan", "?": "dim"}
 
 
@@ -73,6 +76,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
 ) -> None:
     """Continue prompts, all at once, and show the layout that each one took."""
@@ -97,6 +101,7 @@ def generate(
         transformers_logging.disable_progress_bar()
         with redirect_stderr(StringIO()):  # progress bars
             loaded, tokenizer = loading.load(model)
+            loaded.to(choose_device(device))
         params = replace(params, stop_token_ids=stop_token_ids(loaded))
         chat = bool(tokenizer.chat_template) and not raw
         engine = Engine(loaded, EngineConfig(max_num_requests=len(prompts)))
@@ -167,7 +172,8 @@ class LivePanels:
 
     @staticmethod
     def _panel(run: Run) -> Panel:
-        body = Text.assemble((run.prompt, "dim"), "\n" if run.chat else "", (run.text.rstrip(), "bold"))
+        text = run.text.rstrip().translate(_CONTROL)
+        body = Text.assemble((run.prompt, "dim"), "\n" if run.chat else "", (text, "bold"))
         title = Text.assemble(f"{run.number} ", strip(run.layout) if run.layout else ("…", "dim"))
         return Panel(body, title=title, title_align="left", border_style="green" if run.finished else "dim")
 
@@ -280,6 +286,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[
     turns = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name, checked; without a name CUDA where there is one."""
+    cuda = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if cuda else "cpu")
+    if name != "cpu" and not (cuda and re.fullmatch(r"cuda(:\d+)?", name)):
+        raise ValueError(f"--device {name!r} is not here: it must be {'cpu, cuda or cuda:N' if cuda else 'cpu'}")
+    return torch.device(name)
 
 
 def stop_token_ids(model: FlexHybridModel) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ def flexops_command(monkeypatch, capsys):
     """Runs the command in this process; returns exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flexops", *map(str, arguments)])
+        device = ["--device", "cpu"] if arguments[:1] == ("generate",) and "--device" not in arguments else []
+        monkeypatch.setattr(sys, "argv", ["flexops", *map(str, arguments), *device])
         monkeypatch.setenv("COLUMNS", "120")
         with pytest.raises(SystemExit) as exit_, fk.backend("cpu"):
             cli.main()
@@ -106,11 +107,11 @@ def test_terminal_shows_panels():
         for i in (1, 2)
     ]
     with cli.LivePanels(console, runs) as view:
-        runs[0].text, runs[1].text = " and what follows", " [bold]is no markup[/bold]"
+        runs[0].text, runs[1].text = " and what follows", " [bold]is no markup[/bold]\x1b[2J"
         view.refresh()
     shown = console.export_text()
     assert "─ 1 ASA ─" in shown and "prompt 1 and what follows" in shown
-    assert "prompt 2 [bold]is no markup[/bold]" in shown
+    assert "prompt 2 [bold]is no markup[/bold]\ufffd[2J" in shown
 
 
 def test_layout_strip_has_letters_and_colours():
@@ -146,6 +147,7 @@ BAD = {
     "tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature=-1"),
     "too-long": (["--prompt", "x" * 600], "max_model_len"),
+    "device": (["--prompt", "x", "--device", "abacus"], "'abacus'"),
     "unknown-option": (["--prompt", "x", "--fast"], "--fast"),
 }
 

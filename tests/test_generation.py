@@ -202,7 +202,7 @@ class TestOutputs:
 
     def test_num_return_sequences(self, ours) -> None:
         torch.manual_seed(3)
-        out = ours.generate(**padded(), max_new_tokens=6, do_sample=True, num_return_sequences=3)
+        out = ours.generate(**padded(), max_new_tokens=6, do_sample=True, temperature=4.0, num_return_sequences=3)
         assert out.shape == (12, 15)
         assert torch.equal(out[:, :9], padded()["input_ids"].repeat_interleave(3, 0))
         assert len({tuple(row) for row in out.tolist()}) == 12

@@ -78,7 +78,8 @@ def _gate_pool_tile(width: int, dtype: torch.dtype) -> tuple[int, int, int, int]
     columns = max(16, triton.next_power_of_2(width))
     warps = 8 if columns <= 2048 else 16
     rows = max(1, min(16, warps * 32 * 64 // columns))
-    chunks = triton.cdiv(rows * columns, warps * 32 * (4 if dtype == torch.float32 else 16))
+    at_once = 4 if dtype == torch.float32 or columns > 8192 else 16
+    chunks = triton.cdiv(rows * columns, warps * 32 * at_once)
     return rows, chunks, columns // chunks, warps
 
 

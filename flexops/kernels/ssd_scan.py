@@ -24,14 +24,21 @@ BLOCK_HEAD = 128  # head dim of a tile of ssd_outputs_kernel, at most
 
 @triton.jit
 def softplus(x):
-    """max(x, 0) + log1p(e) for e = exp(-|x|): log1p(e) = 2 atanh(s) with s = e / (2 + e) <= 1/3, as a series."""
-    e = tl.exp(-tl.abs(x))
+    """max(x, 0) + log1p(e) for e = exp(-|x|), to a few ulp: steps dt are small numbers in the lower tail.
+
+    tl.exp(y) is 2^(y log2 e) and loses a bit whenever |y| doubles, so the whole powers of 2 are taken out first.
+    log1p(e) = 2 atanh(s) = e - s (e - 2 s^2 (1/3 + s^2 / 5 + ...)) for s = e / (2 + e) <= 1/3.
+    """
+    y = -tl.abs(x)
+    y = tl.where(y < -100.0, -100.0, y)
+    whole = tl.floor(y * 1.4426950408889634 + 0.5)
+    e = tl.exp2(whole) * tl.exp((y - whole * 0.693359375) + whole * 2.12194440e-4)
     s = e / (2.0 + e)
     q = s * s
-    series = q * 0.0 + 1.0 / 17.0
-    for k in tl.static_range(8):
-        series = series * q + 1.0 / (15 - 2 * k)
-    return tl.maximum(x, 0.0) + 2.0 * s * series
+    series = q * (2.0 / 17.0) + 2.0 / 15.0
+    for k in tl.static_range(6):
+        series = series * q + 2.0 / (13 - 2 * k)
+    return tl.maximum(x, 0.0) + (e - s * (e - q * series))
 
 
 @triton.jit
@@ -133,9 +140,12 @@ def ssd_states_kernel(
 ):
     """A tile [BLOCK_P, BLOCK_N] of one head's state along one sequence.
 
-    Leaves for the outputs: steps fp32 [4, H, T], dt_t after softplus, dt_t exp(a_last - a_t) to the end of its block,
-    and a_t from the start of its block, high and low; states [chunks, H, P, N] before each chunk; chunks int32 [1 + chunks, 3], their number in the batch, then of
-    each its first row, the row after its last, and how far into its chunk of the grid it starts.
+    Leaves for the outputs:
+    steps: fp32 [4, H, T], dt_t after softplus; dt_t exp(a_last - a_t), to the end of its block; a_t from the start of
+        its block, high and low.
+    states: [chunks, H, P, N], the state before each chunk.
+    chunks: int32 [1 + chunks, 3], first their number in the batch; then of each its first row, the row after its
+        last, and how far into its chunk of the grid it starts.
     """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P * tiles_n

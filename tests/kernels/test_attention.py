@@ -5,12 +5,14 @@ import torch
 
 from flexops.kernels import reference
 from tests.kernels.helpers import (
+    DEVICE,
     DTYPES,
     bits,
     check,
     cu_seqlens,
     far_rows,
     ints,
+    launch_grids,
     page_tables,
     pages,
     randn,
@@ -103,11 +105,11 @@ def test_longer_max_query_len_than_any_query():
 def test_splits_stay_within_their_limit(monkeypatch):
     """A context too long for MAX_SPLITS splits of SPLIT_TOKENS gets longer splits."""
     monkeypatch.setattr(attention, "MAX_SPLITS", 2)
-    run(query_lens=(1, 1, 1), cached=(511, 512, 1100))
+    run(query_lens=(1, 1, 1), cached=(511, 512, 1100), q_heads=2, kv_heads=1)
 
 
 def test_fewer_programs_than_splits(monkeypatch):
-    args = arguments(query_lens=(1, 1), cached=(1100, 300))
+    args = arguments(query_lens=(1, 1), cached=(700, 300), q_heads=2, kv_heads=1)
     expected = attention.paged_attention(*args)
     monkeypatch.setattr(attention, "DECODE_PROGRAMS", 1)
     assert torch.equal(bits(attention.paged_attention(*args)), bits(expected))
@@ -116,7 +118,9 @@ def test_fewer_programs_than_splits(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_does_not_depend_on_its_batch(dtype):
     """Each request alone, with tight tables, gives the bits it has among prefills and decodes of other lengths."""
-    q, cache, table, cu, context, scale, longest = arguments((3, 1, 50, 1, 0), (5, 300, 9, 0, 4), dtype=dtype)
+    q, cache, table, cu, context, scale, longest = arguments(
+        (3, 1, 50, 1, 0), (5, 300, 9, 0, 4), kv_heads=1, dtype=dtype
+    )
     whole = attention.paged_attention(q, cache, table, cu, context, scale, longest)
     for r in range(5):
         part = slice(int(cu[r]), int(cu[r + 1]))
@@ -132,7 +136,7 @@ def test_a_request_does_not_depend_on_its_batch(dtype):
 @pytest.mark.parametrize("cut", [2, 31, 64, 98])
 def test_a_prompt_does_not_depend_on_its_cut(cut, dtype):
     """Whatever tile a row falls into, it meets the same blocks of keys in the same order."""
-    q, cache, table, cu, context, scale, longest = arguments((100,), (7,), dtype=dtype)
+    q, cache, table, cu, context, scale, longest = arguments((100,), (7,), q_heads=2, kv_heads=1, dtype=dtype)
     whole = attention.paged_attention(q, cache, table, cu, context, scale, longest)
     first = attention.paged_attention(q[:cut], cache, table, cu_seqlens([cut]), context - 100 + cut, scale, cut)
     second = attention.paged_attention(q[cut:], cache, table, cu_seqlens([100 - cut]), context, scale, 100 - cut)
@@ -150,3 +154,13 @@ def test_offsets_past_32_bits():
         attention.paged_attention(q[1:], cache, ints([[page]]), cu_seqlens([2]), ints([9]), 0.25, 2) for page in (0, 2)
     )
     assert torch.equal(near, far) and far[1].any()
+
+
+def test_grids_of_many_rows(monkeypatch):
+    """Only the first axis of a grid may hold more than 65535 programs."""
+    grids = launch_grids(monkeypatch, attention)
+    q, table = torch.empty(65536, 1, 8, device=DEVICE), ints([[0]])
+    cache = pages(1, 2, 1, 4, 8)
+    attention.paged_attention(q, cache, table.expand(65536, 1), ints(range(65537)), ints([1] * 65536), 1.0, 1)
+    attention.paged_attention(q, cache, table, ints([0, 65536]), ints([65536]), 1.0, 65536)
+    assert [len(grid) for grid in grids] == [1, 1, 1] and grids[0] == (65536,)

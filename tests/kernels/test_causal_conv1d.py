@@ -5,7 +5,7 @@ import torch
 
 from flexops.kernels import reference
 from tests.kernels.helpers import DTYPES, bits, check, cu_seqlens, far_rows, ints, randn, triton_module
-from tests.kernels.ssm_inputs import conv_arguments, program_order  # noqa: F401
+from tests.kernels.ssm_inputs import conv_arguments, reverse_programs
 
 conv = triton_module("causal_conv1d")
 CACHE, INITIAL, FINAL = 5, 6, 7  # places among the arguments
@@ -69,8 +69,11 @@ def test_without_a_cache(initial):
     check(conv.causal_conv1d, reference.causal_conv1d, *args, mutated=(CACHE,))
 
 
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 70])
-def test_final_window_in_place_of_the_initial_one(length, program_order):  # noqa: F811
+def test_final_window_in_place_of_the_initial_one(length, backwards, monkeypatch):
+    if backwards:
+        reverse_programs(monkeypatch)
     rows = [r for r in (0, 1, 2, 3, 69) if r < length]
     run([length, length], in_place=True, checkpoints=rows)
 
@@ -100,9 +103,12 @@ def test_cut_and_resumed_gives_the_same_bits(cut, dtype):
 
 
 def test_a_sequence_does_not_see_its_neighbours():
-    alone, _ = run([20], [1])
-    both, _ = run([20, 9], [1, 4])
-    assert torch.equal(alone, both[:20])
+    both, args = run([20, 9], [1, 4])
+    x, weight, bias, _, starts, cache, read, written = args[:8]
+    final = cache[written[0].long()].clone()
+    batch = (cu_seqlens([20]), starts[:1], cache, read[:1], written[:1])
+    assert torch.equal(conv.causal_conv1d(x[:20], weight, bias, *batch), both[:20])
+    assert torch.equal(bits(cache[written[0].long()]), bits(final))
 
 
 def test_offsets_beyond_32_bits():
@@ -112,8 +118,8 @@ def test_offsets_beyond_32_bits():
     results = []
     for rows, (read, written) in ((x.contiguous(), (0, 1)), (x, (2, 1)), (x, (1, 2))):
         cache[read] = randn(4, 16, dtype=x.dtype, seed=2)
-        tables = ints([[read]]), ints([[written]]), ints([1]), ints([[written - 1 if read != 0 else 2]])
-        y = conv.causal_conv1d(rows, weight, None, cu_seqlens([3]), ints([6]), cache, *tables[:2])
+        tables = ints([[read]]), ints([[written]])
+        y = conv.causal_conv1d(rows, weight, None, cu_seqlens([3]), ints([6]), cache, *tables)
         results.append((y, cache[written].clone()))
     for y, window in results[1:]:
         assert torch.equal(y, results[0][0])

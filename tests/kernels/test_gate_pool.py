@@ -4,7 +4,19 @@ import pytest
 import torch
 
 from flexops.kernels import reference
-from tests.kernels.helpers import DTYPES, bits, check, cu_seqlens, far_rows, randn, rows_of_projection, triton_module
+from tests.kernels.helpers import (
+    DEVICE,
+    DTYPES,
+    bits,
+    check,
+    cu_seqlens,
+    far_rows,
+    ints,
+    launch_grids,
+    randn,
+    rows_of_projection,
+    triton_module,
+)
 
 gate_pool = triton_module("gate_pool")
 EPS = 1e-5
@@ -81,10 +93,10 @@ def test_gate_route_of_rows_in_a_wider_matrix():
 
 
 def test_gate_route_bias_turns_the_choice():
-    args = route_args([5, 5, 5], bias=torch.tensor([100.0, 0.0, -100.0]))
+    args = route_args([5, 5, 5], bias=ints([100, 0, -100]).float())
     (probs, route), _ = check(gate_pool.gate_route, reference.gate_route, *args)
     assert route[0] == reference.ATTENTION and route[2] == reference.SSM
-    assert torch.allclose(probs.sum(-1), torch.ones(3))
+    assert torch.allclose(probs.sum(-1), torch.ones(3, device=DEVICE))
 
 
 def test_gate_route_tie_goes_to_ssm():
@@ -105,5 +117,14 @@ def test_gate_route_gives_the_same_bits_anywhere_in_a_batch():
 def test_offsets_past_32_bits():
     x = far_rows(3, 64)
     x[0] = x[2] = randn(64, dtype=x.dtype)
-    u, z = gate_pool.gate_pool(x, x, torch.ones(64), EPS, randn(16, 64, dtype=x.dtype, seed=1))
+    u, z = gate_pool.gate_pool(x, x, torch.ones(64, device=DEVICE), EPS, randn(16, 64, dtype=x.dtype, seed=1))
     assert torch.equal(x[0], x[2]) and torch.equal(u[0], u[2]) and torch.equal(z[0], z[2]) and z[2].any()
+
+
+def test_grids_of_many_rows(monkeypatch):
+    """Only the first axis of a grid may hold more than 65535 programs."""
+    grids = launch_grids(monkeypatch, gate_pool)
+    x = torch.empty(65536 * 16, 16, device=DEVICE)
+    gate_pool.gate_pool(x, None, x[0], EPS, x[:16])
+    gate_pool.gate_route(x, ints(range(65537)), x[0], x[:2], x[0, :2], None)
+    assert grids == [(65536,)] * 2

@@ -4,7 +4,19 @@ import pytest
 import torch
 
 from flexops.kernels import reference
-from tests.kernels.helpers import DTYPES, bits, check, far_rows, ints, pages, randn, rows_of_projection, triton_module
+from tests.kernels.helpers import (
+    DEVICE,
+    DTYPES,
+    bits,
+    check,
+    far_rows,
+    ints,
+    launch_grids,
+    pages,
+    randn,
+    rows_of_projection,
+    triton_module,
+)
 
 kv_cache = triton_module("kv_cache")
 SLOTS = [5, -1, 16, 0, 47, -1, 33]  # pages 0, 1, 2 of 16 tokens
@@ -13,7 +25,7 @@ CACHE = 5  # the position of kv_cache among the arguments
 
 def rope_table(rotary_dim: int, dtype=torch.float32):
     angle = torch.outer(torch.arange(64.0), 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim))
-    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype)
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).to(DEVICE, dtype)
 
 
 def append(
@@ -108,3 +120,11 @@ def test_a_token_does_not_depend_on_the_others():
         alone = kv_cache.append_kv(q[one], kv[one], kv[one], table, positions[one], single, slots[one])
         assert torch.equal(bits(alone), bits(rotated[one]))
     assert torch.equal(bits(single), bits(whole))
+
+
+def test_grids_of_many_rows(monkeypatch):
+    """Only the first axis of a grid may hold more than 65535 programs."""
+    grids = launch_grids(monkeypatch, kv_cache)
+    x = torch.empty(65536, 1, 8, device=DEVICE)
+    kv_cache.append_kv(x, x, x, None, ints([0]), pages(1, 2, 1, 4, 8), ints([0], torch.int64))
+    assert grids == [(65536,)]

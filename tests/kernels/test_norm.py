@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from flexops.kernels import reference
-from tests.kernels.helpers import DTYPES, bits, check, far_rows, randn, rows_of_projection, triton_module
+from tests.kernels.helpers import (
+    DEVICE,
+    DTYPES,
+    bits,
+    check,
+    far_rows,
+    ints,
+    launch_grids,
+    randn,
+    rows_of_projection,
+    triton_module,
+)
 
 norm = triton_module("norm")
 EPS = 1e-5
@@ -36,8 +47,8 @@ def test_rms_norm_wide_row():
 
 
 def test_rms_norm_of_a_large_and_a_zero_row():
-    x = torch.stack([randn(64) * 1e4, torch.zeros(64), randn(64, seed=1) * 1e-4])
-    check(norm.rms_norm, reference.rms_norm, x, torch.ones(64), EPS)
+    x = torch.stack([randn(64) * 1e4, torch.zeros(64, device=DEVICE), randn(64, seed=1) * 1e-4])
+    check(norm.rms_norm, reference.rms_norm, x, torch.ones(64, device=DEVICE), EPS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,13 +62,14 @@ def test_gated_rms_norm(has_gate, n_groups, dtype):
 
 def test_gated_rms_norm_keeps_groups_apart():
     x = torch.cat([randn(2, 32), 100 * randn(2, 32, seed=1)], dim=1)
-    y, _ = check(norm.gated_rms_norm, reference.gated_rms_norm, x, None, torch.ones(64), EPS, 2)
-    assert torch.allclose(y.unflatten(1, (2, 32)).square().mean(-1), torch.ones(2, 2), atol=1e-3)
+    y, _ = check(norm.gated_rms_norm, reference.gated_rms_norm, x, None, torch.ones(64, device=DEVICE), EPS, 2)
+    assert torch.allclose(y.unflatten(1, (2, 32)).square().mean(-1), torch.ones(2, 2, device=DEVICE), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(200) is infinite, 1 / it is 0
 def test_gated_rms_norm_of_extreme_gates():
-    gate = torch.tensor([[-200.0, -50.0, 0.0, 200.0] * 4])
-    check(norm.gated_rms_norm, reference.gated_rms_norm, randn(1, 16), gate, torch.ones(16), EPS, 1)
+    gate = ints([[-200, -50, 0, 200] * 4]).float()
+    check(norm.gated_rms_norm, reference.gated_rms_norm, randn(1, 16), gate, torch.ones(16, device=DEVICE), EPS, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,12 +95,22 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def test_offsets_past_32_bits():
-    x, weight = far_rows(3, 64), torch.ones(64)
+    x, weight = far_rows(3, 64), torch.ones(64, device=DEVICE)
     x[0] = x[2] = randn(64, dtype=x.dtype)
     results = [
         norm.rms_norm(x, weight, EPS),
         norm.gated_rms_norm(x, x, weight, EPS, 2),
-        norm.finish_gated_norm(x, torch.ones(3, 4), weight, EPS, 2),
+        norm.finish_gated_norm(x, torch.ones(3, 4, device=DEVICE), weight, EPS, 2),
     ]
     for y in results:
         assert torch.equal(y[0], y[2]) and y[2].any()
+
+
+def test_grids_of_many_rows(monkeypatch):
+    """Only the first axis of a grid may hold more than 65535 programs."""
+    grids = launch_grids(monkeypatch, norm)
+    x = torch.empty(65536, 1024, device=DEVICE)
+    norm.rms_norm(x, x[0], EPS)
+    norm.gated_rms_norm(x, x, x[0], EPS, 1)
+    norm.finish_gated_norm(x, x[:, :4], x[0], EPS, 1)
+    assert grids == [(65536,)] * 3

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from flexops.kernels import reference
-from tests.kernels.helpers import DTYPES, check, far_rows, ints, randn, rows_of_projection, triton_module
+from tests.kernels.helpers import (
+    DEVICE,
+    DTYPES,
+    check,
+    far_rows,
+    ints,
+    launch_grids,
+    randn,
+    rows_of_projection,
+    triton_module,
+)
 
 split_merge = triton_module("split_merge")
 EPS = 1e-5
@@ -63,9 +73,9 @@ def test_split_norm_order(order):
 
 
 def test_split_norm_of_row_minus_one_is_zero_whatever_memory_holds():
-    residual = torch.full((2, 64), float("nan"))
-    u = split_merge.split_norm(residual, None, torch.ones(64), EPS, ints([-1]))
-    assert torch.equal(u, torch.zeros(1, 64))
+    residual = torch.full((2, 64), float("nan"), device=DEVICE)
+    u = split_merge.split_norm(residual, None, torch.ones(64, device=DEVICE), EPS, ints([-1]))
+    assert torch.equal(u, torch.zeros(1, 64, device=DEVICE))
 
 
 def merge(width=64, dtype=torch.float32, attention_rows=3, ssm_rows=3, inverse=(5, -1, 0, 1, 3, 2, 4)):
@@ -102,10 +112,15 @@ def test_merge_norm_without_branch_rows_is_the_norm():
     assert torch.allclose(u, reference.rms_norm(residual, weight, EPS))
 
 
-def test_more_rows_than_a_second_grid_axis_holds():
-    rows = 65536 + 3
-    x = randn(rows, 8, dtype=torch.float16)
-    assert torch.equal(split_merge.gather_rows(x, torch.arange(rows - 1, -1, -1, dtype=torch.int32)), x.flip(0))
+def test_grids_of_many_rows(monkeypatch):
+    """Only the first axis of a grid may hold more than 65535 programs."""
+    grids = launch_grids(monkeypatch, split_merge)
+    x, index = torch.empty(65536, 1024, device=DEVICE), ints(range(65536))
+    split_merge.gather_rows(x, index)
+    split_merge.scatter_rows(x, x, index)
+    split_merge.split_norm(x, None, x[0], EPS, index)
+    split_merge.merge_norm(x, x, x, index, x[0], EPS)
+    assert grids == [(65536,)] * 4
 
 
 def test_offsets_past_32_bits():
