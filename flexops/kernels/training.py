@@ -43,7 +43,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Te
     """silu(depthwise causal convolution) of each packed sequence from an empty window: [T, C] -> [T, C]."""
     padded = F.pad(pad_packed(x, cu_seqlens).transpose(1, 2), (weight.shape[1] - 1, 0))
     out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.shape[0])
-    return unpad_packed(F.silu(out).transpose(1, 2), cu_seqlens)
+    return unpad_packed(F.silu(out).transpose(1, 2), cu_seqlens).contiguous()
 
 
 def ssd_scan(

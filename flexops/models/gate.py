@@ -36,12 +36,15 @@ class PrefillGate(nn.Module):
         request = torch.repeat_interleave(torch.arange(len(lengths), device=u.device), cu_seqlens.diff().long())
         offset = torch.arange(u.shape[0], device=u.device) - starts[request]
         in_prompt = offset < lengths[request]
-        z = u[in_prompt].float() @ self.w1.float().T
+        wide = torch.promote_types(u.dtype, torch.float32)
+        w1, b1, w2, b2 = (p.to(wide) for p in (self.w1, self.b1, self.w2, self.b2))
+        bias = None if bias is None else bias.to(wide)
+        z = u[in_prompt].to(wide) @ w1.T
         if not torch.is_grad_enabled():
             prompt_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-            return fk.gate_route(z, prompt_seqlens, self.b1, self.w2, self.b2, bias)
+            return fk.gate_route(z, prompt_seqlens, b1, w2, b2, bias)
         pooled = z.new_zeros(len(lengths), z.shape[1]).index_add(0, request[in_prompt], z) / lengths.unsqueeze(-1)
-        logits = F.silu(pooled + self.b1.float()) @ self.w2.float().T + self.b2.float()
+        logits = F.silu(pooled + b1) @ w2.T + b2
         if bias is not None:
             logits = logits + torch.stack([bias, torch.zeros_like(bias)], dim=-1)
         return logits.softmax(-1), torch.where(logits[:, 0] > logits[:, 1], fk.ATTENTION, fk.SSM).to(torch.int32)

@@ -355,7 +355,7 @@ def _next_token_loss(
     """Mean cross-entropy of predicting each labelled token behind its prompt from the row before it."""
     target = labels.masked_fill(positions < prompt_lengths[request], -100)
     target = torch.where(F.pad(request[1:] == request[:-1], (0, 1)), target.roll(-1), -100)
-    return F.cross_entropy(logits.float(), target, ignore_index=-100)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, ignore_index=-100)
 
 
 AutoConfig.register(FlexHybridConfig.model_type, FlexHybridConfig)
