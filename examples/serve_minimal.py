@@ -434,6 +434,8 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if model.num_parameters() < 20_000_000:
+        torch.set_num_threads(1)  # a second thread gains little here, and costs much on a busy machine
     uvicorn.run(make_app(model, tokenizer, args.model), host=args.host, port=args.port)
 
 

@@ -28,6 +28,8 @@ from .text import TextStream
 app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.", add_completion=False)
 # escape sequences and the like in a model's text must not reach a terminal
 _CONTROL = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
+# parameters; below, a second thread gains little, and waiting for it costs much where another program holds its core
+SMALL_MODEL = 20_000_000
 ROUTE_STYLES = {"A": "black on bright_magenta", "S": "black on bright_cyan", "?": "dim"}
 
 
@@ -102,6 +104,8 @@ def generate(
         with redirect_stderr(StringIO()):  # progress bars
             loaded, tokenizer = loading.load(model)
             loaded.to(choose_device(device))
+        if loaded.num_parameters() < SMALL_MODEL:
+            torch.set_num_threads(1)
         params = replace(params, stop_token_ids=stop_token_ids(loaded))
         chat = bool(tokenizer.chat_template) and not raw
         engine = Engine(loaded, EngineConfig(max_num_requests=len(prompts)))

@@ -8,6 +8,8 @@ position change nothing (p = 0, scale 1). So neither the batch nor the cut of a 
 with one query take the split form, whatever shares their call: its splits depend on the request's own context only.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -30,9 +32,9 @@ def _attend(
     first,
     context,
     position,
-    page_stride,
     scale,
     MASKED: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     KV_OFFSET: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,7 +53,7 @@ def _attend(
     else:
         page = tl.load(pages_ptr + key // PAGE_TOKENS).to(tl.int64)
         mask = dim < HEAD_DIM
-    at = key_ptr + (page * page_stride + key % PAGE_TOKENS * HEAD_DIM)[:, None] + dim
+    at = key_ptr + (page * PAGE_STRIDE + key % PAGE_TOKENS * HEAD_DIM)[:, None] + dim
     k = tl.load(at, mask=mask, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -75,13 +77,13 @@ def _prefill_kernel(
     out_ptr,
     scale,
     q_stride,
-    page_stride,
     pages_stride,
     tiles,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -125,9 +127,9 @@ def _prefill_kernel(
             first,
             context,
             position,
-            page_stride,
             scale,
             False,
+            PAGE_STRIDE,
             KV_OFFSET,
             PAGE_TOKENS,
             HEAD_DIM,
@@ -145,9 +147,9 @@ def _prefill_kernel(
             first,
             context,
             position,
-            page_stride,
             scale,
             True,
+            PAGE_STRIDE,
             KV_OFFSET,
             PAGE_TOKENS,
             HEAD_DIM,
@@ -176,7 +178,6 @@ def _decode_kernel(
     stats_ptr,
     scale,
     q_stride,
-    page_stride,
     pages_stride,
     requests,
     splits_stride,
@@ -185,6 +186,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -232,9 +234,9 @@ def _decode_kernel(
                 first,
                 context,
                 position,
-                page_stride,
                 scale,
                 True,
+                PAGE_STRIDE,
                 KV_OFFSET,
                 PAGE_TOKENS,
                 HEAD_DIM,
@@ -302,6 +304,49 @@ def _prefill_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tu
     return 128, 64 if head_dim <= 64 or warpgroup_mma else 32, 8, 3
 
 
+def _launch_decode(tensors: tuple[Tensor, ...], numbers: tuple[float, ...], shape: dict[str, int]) -> None:
+    """The requests of one query: their splits, then the sums over splits."""
+    q, _, page_table, cu_seqlens, context_lens, out = tensors
+    heads, head_dim, requests = q.shape[1], q.shape[2], cu_seqlens.numel() - 1
+    tile = max(16, triton.next_power_of_2(shape["GROUP"])), shape["BLOCK_DIM"]
+    splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * shape["PAGE_TOKENS"], SPLIT_TOKENS)))
+    programs = min(splits, max(1, DECODE_PROGRAMS // (requests * shape["KV_HEADS"])))
+    partial = torch.empty((requests, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2, requests, heads, splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(requests * shape["KV_HEADS"] * programs,)](
+        *tensors,
+        partial,
+        stats,
+        *numbers,
+        requests,
+        splits,
+        programs,
+        **shape,
+        SPLIT_TOKENS=SPLIT_TOKENS,
+        MAX_SPLITS=MAX_SPLITS,
+        BLOCK_ROWS=tile[0],
+        BLOCK_KEYS=32 if q.dtype == torch.float32 or math.prod(tile) > 8192 else 64,
+        num_warps=8 if math.prod(tile) > 4096 else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine_kernel[(requests * heads,)](
+            cu_seqlens,
+            context_lens,
+            partial,
+            stats,
+            out,
+            requests,
+            splits,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            SPLIT_TOKENS=SPLIT_TOKENS,
+            MAX_SPLITS=MAX_SPLITS,
+            BLOCK_DIM=shape["BLOCK_DIM"],
+            num_warps=4,
+        )
+
+
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -329,74 +374,29 @@ def paged_attention(
     requests, group = cu_seqlens.numel() - 1, heads // kv_heads
     if tokens == 0 or requests == 0:
         return out
-    shape = {"KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_TOKENS": page_tokens}
-    block_dim = max(16, triton.next_power_of_2(head_dim))
+    tensors = (q, kv_cache, page_table, cu_seqlens, context_lens, out)
+    numbers = (scale * LOG2_E, q.stride(0), page_table.stride(0))
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE_TOKENS": page_tokens,
+        "PAGE_STRIDE": kv_cache.stride(0),
+        "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
+    }
     if max_query_len > 1:
         rows, keys, warps, stages = _prefill_tile(head_dim, q.dtype, q.device)
         tiles = triton.cdiv(max_query_len * group, rows)
         _prefill_kernel[(requests * kv_heads * tiles,)](
-            q,
-            kv_cache,
-            page_table,
-            cu_seqlens,
-            context_lens,
-            out,
-            scale * LOG2_E,
-            q.stride(0),
-            kv_cache.stride(0),
-            page_table.stride(0),
+            *tensors,
+            *numbers,
             tiles,
             **shape,
             BLOCK_ROWS=rows,
             BLOCK_KEYS=keys,
-            BLOCK_DIM=block_dim,
             num_warps=warps,
             num_stages=stages,
         )
-    rows = max(16, triton.next_power_of_2(group))
-    splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * page_tokens, SPLIT_TOKENS)))
-    programs = min(splits, max(1, DECODE_PROGRAMS // (requests * kv_heads)))
-    partial = torch.empty((requests, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((2, requests, heads, splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(requests * kv_heads * programs,)](
-        q,
-        kv_cache,
-        page_table,
-        cu_seqlens,
-        context_lens,
-        out,
-        partial,
-        stats,
-        scale * LOG2_E,
-        q.stride(0),
-        kv_cache.stride(0),
-        page_table.stride(0),
-        requests,
-        splits,
-        programs,
-        **shape,
-        SPLIT_TOKENS=SPLIT_TOKENS,
-        MAX_SPLITS=MAX_SPLITS,
-        BLOCK_ROWS=rows,
-        BLOCK_KEYS=32 if q.dtype == torch.float32 else 64,
-        BLOCK_DIM=block_dim,
-        num_warps=8 if rows * block_dim > 4096 else 4,
-        num_stages=3,
-    )
-    if splits > 1:
-        _combine_kernel[(requests * heads,)](
-            cu_seqlens,
-            context_lens,
-            partial,
-            stats,
-            out,
-            requests,
-            splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            SPLIT_TOKENS=SPLIT_TOKENS,
-            MAX_SPLITS=MAX_SPLITS,
-            BLOCK_DIM=block_dim,
-            num_warps=4,
-        )
+    # prefill leaves requests of one query, and decode those of more: each request has one form, whatever its batch
+    _launch_decode(tensors, numbers, shape)
     return out

@@ -25,8 +25,8 @@ def _gate_pool_kernel(
     z_ptr,
     rows,
     eps,
-    residual_stride,
-    delta_stride,
+    RESIDUAL_STRIDE: tl.constexpr,
+    DELTA_STRIDE: tl.constexpr,
     W1_STRIDE: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -45,10 +45,10 @@ def _gate_pool_kernel(
     for i in tl.static_range(CHUNKS):
         column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
         mask = inside & (column < D)
-        at = residual_ptr + row * residual_stride + column
+        at = residual_ptr + row * RESIDUAL_STRIDE + column
         h = tl.load(at, mask=mask, other=0.0)
         if HAS_DELTA:
-            delta = tl.load(delta_ptr + row * delta_stride + column, mask=mask, other=0.0)
+            delta = tl.load(delta_ptr + row * DELTA_STRIDE + column, mask=mask, other=0.0)
             h = (h.to(tl.float32) + delta.to(tl.float32)).to(residual_ptr.dtype.element_ty)
             tl.store(at, h, mask=mask)
         chunks = chunks + (h,)  # noqa: RUF005  (Triton has no unpacking)
@@ -108,8 +108,8 @@ def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
             z,
             total,
             eps,
-            residual.stride(0),
-            other.stride(0),
+            RESIDUAL_STRIDE=residual.stride(0),
+            DELTA_STRIDE=other.stride(0),
             W1_STRIDE=w1.stride(0),
             D=width,
             E=gate_dim,

@@ -56,11 +56,11 @@ def _append_kv_kernel(
     k_stride,
     v_stride,
     cos_sin_stride,
-    page_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
@@ -85,7 +85,7 @@ def _append_kv_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64)
         keep = slot >= 0
         PER_HEAD: tl.constexpr = PAGE_TOKENS * HEAD_DIM
-        k_at = cache_ptr + slot // PAGE_TOKENS * page_stride + slot % PAGE_TOKENS * HEAD_DIM
+        k_at = cache_ptr + slot // PAGE_TOKENS * PAGE_STRIDE + slot % PAGE_TOKENS * HEAD_DIM
         v_at = k_at + KV_HEADS * PER_HEAD
         _rotate_heads(
             k_ptr + token * k_stride,
@@ -137,11 +137,11 @@ def _launch(
             k.stride(0),
             v.stride(0),
             0 if cos_sin is None else cos_sin.stride(0),
-            cache.stride(0),
             HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             PAGE_TOKENS=page_tokens,
+            PAGE_STRIDE=cache.stride(0),
             ROTARY_HALF=half,
             BLOCK_HEADS=block_heads,
             BLOCK_KV_HEADS=block_kv_heads,

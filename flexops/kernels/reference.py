@@ -59,9 +59,7 @@ def finish_gated_norm(x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float
 # --- gate -----------------------------------------------------------------------------------------------------
 
 
-def gate_pool(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor
-) -> tuple[Tensor, Tensor]:
+def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor) -> tuple[Tensor, Tensor]:
     """Layer input of an adaptive layer: residual += delta, u = RMSNorm(residual), z = u W1^T in fp32.
 
     residual: [T, D], updated in place.  w1: [E, D].  Returns u [T, D] and z [T, E] fp32.

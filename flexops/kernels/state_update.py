@@ -21,9 +21,21 @@ MAX_HEADS = 4  # heads of a program: what it reads of B and C is shared by them
 
 
 @triton.jit
+def _pages_of(table, first, channel, mask, COUNT: tl.constexpr, CHANNELS_PER_PAGE: tl.constexpr):
+    """The page of each of COUNT channels from `first`: one of two where they cannot span more, else looked up."""
+    index = channel // CHANNELS_PER_PAGE
+    if COUNT <= CHANNELS_PER_PAGE + 1:
+        low = tl.load(table + first // CHANNELS_PER_PAGE)
+        high = tl.load(table + (first + COUNT - 1) // CHANNELS_PER_PAGE)
+        page = tl.where(index == first // CHANNELS_PER_PAGE, low, high)
+    else:
+        page = tl.load(table + index, mask=mask, other=-1)
+    return page
+
+
+@triton.jit
 def _conv_step(
-    channel,
-    mask,
+    first,
     is_writer,
     request,
     position,
@@ -37,14 +49,20 @@ def _conv_step(
     page_stride,
     in_stride,
     out_stride,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHANNELS_PER_PAGE: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The convolved channels of one request, rounded to the dtype of xBC, in fp32; the writer moves their window on."""
-    page_index = channel // CHANNELS_PER_PAGE
+    """COUNT convolved channels of one request from `first`, in fp32, rounded to the dtype of xBC.
+
+    The writer moves their window on.
+    """
+    channel = first + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < COUNT
     in_page = channel % CHANNELS_PER_PAGE
-    page_in = tl.load(conv_pages_in + request * in_stride + page_index, mask=mask, other=-1)
-    page_out = tl.load(conv_pages_out + request * out_stride + page_index, mask=mask, other=-1)
+    page_in = _pages_of(conv_pages_in + request * in_stride, first, channel, mask, COUNT, CHANNELS_PER_PAGE)
+    page_out = _pages_of(conv_pages_out + request * out_stride, first, channel, mask, COUNT, CHANNELS_PER_PAGE)
     window_in = conv_cache + page_in.to(tl.int64) * page_stride + in_page
     window_out = conv_cache + page_out.to(tl.int64) * page_stride + in_page
     may_write = mask & (page_out >= 0) & is_writer
@@ -125,10 +143,9 @@ def state_update_kernel(
 
     position = tl.load(positions + request)
     leads_group = first_head % HEADS_PER_GROUP == 0
-    channel = H * P + group * N + n
+    first_B = H * P + group * N
     B = _conv_step(
-        channel,
-        n < N,
+        first_B,
         leads_group,
         request,
         position,
@@ -142,12 +159,13 @@ def state_update_kernel(
         conv_page_stride,
         conv_in_stride,
         conv_out_stride,
+        N,
+        BLOCK_N,
         CHANNELS_PER_PAGE,
         K,
     )
     C = _conv_step(
-        channel + (H // HEADS_PER_GROUP) * N,
-        n < N,
+        first_B + (H // HEADS_PER_GROUP) * N,
         leads_group,
         request,
         position,
@@ -161,6 +179,8 @@ def state_update_kernel(
         conv_page_stride,
         conv_in_stride,
         conv_out_stride,
+        N,
+        BLOCK_N,
         CHANNELS_PER_PAGE,
         K,
     )
@@ -180,8 +200,7 @@ def state_update_kernel(
         state_in = state_cache + page_in.to(tl.int64) * state_page_stride + in_page
         state_out = state_cache + page_out.to(tl.int64) * state_page_stride + in_page
         xs = _conv_step(
-            head * P + i,
-            i < P,
+            head * P,
             True,
             request,
             position,
@@ -195,6 +214,8 @@ def state_update_kernel(
             conv_page_stride,
             conv_in_stride,
             conv_out_stride,
+            P,
+            BLOCK_X,
             CHANNELS_PER_PAGE,
             K,
         )
