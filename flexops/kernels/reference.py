@@ -303,7 +303,7 @@ def softplus(x: Tensor) -> Tensor:
 def _ssm_step(
     state: Tensor, x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """h = exp(dt A) h + dt x B^T, y = h C + D x (Eq. 2) for one token: state [H, P, N], x [H, P], dt [H], B, C [G, N]."""
+    """h = exp(dt A) h + dt x B^T, y = h C + D x (Eq. 2), one token: state [H, P, N], x [H, P], dt [H], B, C [G, N]."""
     repeat = state.shape[0] // B.shape[0]
     B, C = B.repeat_interleave(repeat, 0), C.repeat_interleave(repeat, 0)
     decay = torch.exp(-torch.exp(_acc(A_log)) * dt)
