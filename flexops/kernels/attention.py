@@ -67,7 +67,7 @@ def _attend(
     return acc, new_top, tl.fma(total, shrink, tl.sum(p, axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])  # it varies from call to call
 def _prefill_kernel(
     q_ptr,
     cache_ptr,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from flexops.kernels import reference
 from tests.kernels.helpers import (
@@ -46,6 +47,18 @@ def arguments(
             cache[table[r, i], :, :, : len(part)] = part.permute(1, 2, 0, 3)
     q = rows_of_projection(sum(query_lens), q_heads, head_dim, dtype=dtype, seed=seed + 1)
     return q, cache, table, cu_seqlens(query_lens), ints(context), head_dim**-0.5, max([0, *query_lens])
+
+
+def test_the_definition_agrees_with_torch():
+    """Independent oracle: torch's own attention on each request's keys, gathered."""
+    q, cache, table, cu, context, scale, longest = arguments((3, 1, 20), (5, 40, 0), dtype=torch.float64)
+    result = reference.paged_attention(q, cache, table, cu, context, scale, longest)
+    for r, tokens in enumerate(context.tolist()):
+        queries = q[cu[r] : cu[r + 1]].transpose(0, 1)
+        kv = cache[table[r, : -(-tokens // 16)].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
+        seen = torch.ones(queries.shape[1], tokens, dtype=torch.bool, device=DEVICE).tril(tokens - queries.shape[1])
+        expected = F.scaled_dot_product_attention(queries, *kv, attn_mask=seen, scale=scale, enable_gqa=True)
+        torch.testing.assert_close(result[cu[r] : cu[r + 1]], expected.transpose(0, 1))
 
 
 def run(**changes):

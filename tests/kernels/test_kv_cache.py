@@ -101,6 +101,17 @@ def test_apply_rope(rotary_dim, dtype):
     check(kv_cache.apply_rope, reference.apply_rope, x, rope_table(rotary_dim), ints([0, 63, 7, 7, 1]))
 
 
+def test_the_definition_of_rotation_agrees_with_transformers():
+    """Independent oracle: the half-split rotation of the Llama models."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    x, table, positions = randn(5, 3, 64).double(), rope_table(64).double(), ints([0, 63, 7, 7, 1])
+    cos, sin = table[positions.long()].chunk(2, dim=-1)
+    cos, sin = torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
+    heads_first = x.transpose(0, 1)[None]
+    expected, _ = llama.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
+    torch.testing.assert_close(reference.apply_rope(x, table, positions), expected[0].transpose(0, 1))
+
+
 def test_offsets_past_32_bits():
     cache, x = far_rows(3, 2, 2, 4, 16), far_rows(3, 4, 16)
     x[0] = x[2] = randn(4, 16, dtype=x.dtype)

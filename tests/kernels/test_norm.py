@@ -66,6 +66,16 @@ def test_gated_rms_norm_keeps_groups_apart():
     assert torch.allclose(y.unflatten(1, (2, 32)).square().mean(-1), torch.ones(2, 2, device=DEVICE), atol=1e-3)
 
 
+@pytest.mark.parametrize("n_groups", [1, 4])
+def test_the_definition_of_the_gated_norm_agrees_with_transformers(n_groups):
+    """Independent oracle: the output norm of transformers' Mamba-2."""
+    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    x, gate, weight = randn(3, 64), randn(3, 64, seed=1), randn(64, seed=2)
+    theirs = mamba2.MambaRMSNormGated(64, 64 // n_groups, EPS).to(DEVICE)
+    theirs.weight.data.copy_(weight)
+    torch.testing.assert_close(reference.gated_rms_norm(x, gate, weight, EPS, n_groups), theirs(x, gate).detach())
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(200) is infinite, 1 / it is 0
 def test_gated_rms_norm_of_extreme_gates():
     gate = ints([[-200, -50, 0, 200] * 4]).float()
