@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 64
-CHANNELS = 256  # one warp, 16 bytes of 16-bit channels per lane
+CHANNELS = 128  # one warp, four channels per lane: more would take too many registers for the rows in flight
 LIST_BLOCK = 256  # entries of an index list that are looked at together
 
 

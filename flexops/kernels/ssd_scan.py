@@ -469,7 +469,7 @@ def ssd_scan(
         **sizes,
         BLOCK_P=block_p,
         BLOCK_N=min(128 if is_bf16 else 32, triton.next_power_of_2(d_state)),
-        num_warps=4 if block_p <= 64 and d_state <= 128 else 8,
+        num_warps=4 if is_bf16 and block_p <= 64 and d_state <= 128 else 8,
         num_stages=2,
     )
     return out
