@@ -115,6 +115,10 @@ def test_checkpoint_inside_a_chunk_is_not_written():
     assert torch.equal(args[CACHE][pages[2, 0]], args[CACHE][args[FINAL][0, 0]])
 
 
+def test_checkpoint_at_the_end_of_the_sequence_before():
+    run([5, 20], [0, 2 * CHUNK], checkpoints=[4, 5 + CHUNK - 1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("start", [0, 11])
 def test_cut_at_a_chunk_end_and_resumed_gives_the_same_bits(start, dtype):
