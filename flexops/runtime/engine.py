@@ -293,7 +293,7 @@ class Engine:
         request.prefill = None
         self.tables.context[request.slot] = len(request.prompt)
         request.decode_flops = decode_flops(self.model_config, request.routes)
-        if not request.preemptions:
+        if not request.output:  # not when a preempted request computes its prompt again
             self.metrics.prompt_tokens += len(request.prompt)
             self.metrics.layouts[layout_strip(request.routes)] += 1
         samples = []

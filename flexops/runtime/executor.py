@@ -5,6 +5,7 @@ each run through all layers. It is cut the other way: a slice is a token range o
 when the layer before has done all rows. Decodes pass all layers in every step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,13 @@ class _Rows:
     h: Tensor
     delta: Tensor | None = None
     u: Tensor | None = None
+
+    def ranges(self) -> Iterator[tuple[PrefillSlice, slice]]:
+        """Each slice and where its rows stand; they are the last of the packed rows."""
+        end = self.h.shape[0] - sum(s.end - s.start for s in self.slices)
+        for s in self.slices:
+            start, end = end, end + s.end - s.start
+            yield s, slice(start, end)
 
 
 class Executor:
@@ -69,7 +77,8 @@ class Executor:
         for layer_idx, layer in enumerate(model.layers):
             slices = plan[layer_idx]
             if rows is not None and rows.slices != slices:
-                decode_h = self._unpack(rows, len(decodes))
+                self._unpack(rows)
+                decode_h = rows.h[: len(decodes)]
                 rows = None
             if not decodes and not slices:
                 continue
@@ -79,17 +88,14 @@ class Executor:
             self._enter_layer(layer_idx, layer, slices)
             self._run_layer(layer_idx, layer, step, rows)
             if layer_idx + 1 < self.num_layers:
-                self._collect_gate_rows(layer_idx + 1, rows, len(decodes))
+                self._collect_gate_rows(layer_idx + 1, rows)
         wanted, owners = list(range(len(decodes))), list(decodes)
-        offset = len(decodes)
-        for s in plan[-1]:
-            first = max(s.start, s.request.first_logit_row)
-            wanted.extend(range(offset + first - s.start, offset + s.end - s.start))
-            owners.extend([s.request] * (s.end - first))
-            offset += s.end - s.start
-        if not wanted:
+        for s, where in rows.ranges() if rows is not None else ():
+            skipped = max(0, s.request.first_logit_row - s.start)
+            wanted.extend(range(where.start + skipped, where.stop))
+            owners.extend([s.request] * (where.stop - where.start - skipped))
+        if rows is None or not wanted:
             return model.embedding.new_empty(0, model.head.out_features), []
-        assert rows is not None, "rows that give logits have passed the last layer"
         index = torch.tensor(wanted, dtype=torch.int32, device=self.device)
         hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
@@ -145,30 +151,23 @@ class Executor:
             y_ssm = layer.ssm(y_ssm, ssm_rows, self.pool.state_cache, self.pool.conv_cache, self.ops)
         return y_attention, y_ssm
 
-    def _collect_gate_rows(self, next_idx: int, rows: _Rows, num_decodes: int) -> None:
+    def _collect_gate_rows(self, next_idx: int, rows: _Rows) -> None:
         """Where a request's next layer has a gate to run, keep the rows z that leave for it."""
         layer = self.model.layers[next_idx]
         if layer.gate is None or not any(_runs_gate(s.request, next_idx) for s in rows.slices):
             return
         rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, layer.gate.w1)
         rows.delta = None
-        offset = num_decodes
-        for s in rows.slices:
-            count = s.end - s.start
+        for s, where in rows.ranges():
             if _runs_gate(s.request, next_idx):
-                s.request.progress.z[s.start : s.end] = z[offset : offset + count]
-            offset += count
+                s.request.progress.z[s.start : s.end] = z[where]
 
-    def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
-        """Rows back to their requests' buffers; returns the decodes' rows."""
+    def _unpack(self, rows: _Rows) -> None:
+        """The prefills' rows back to their requests' buffers."""
         if rows.delta is not None:
             rows.h.add_(rows.delta)
-        offset = num_decodes
-        for s in rows.slices:
-            count = s.end - s.start
-            s.request.progress.hidden[s.start : s.end] = rows.h[offset : offset + count]
-            offset += count
-        return rows.h[:num_decodes]
+        for s, where in rows.ranges():
+            s.request.progress.hidden[s.start : s.end] = rows.h[where]
 
 
 def _runs_gate(request: Request, layer_idx: int) -> bool:

@@ -147,7 +147,6 @@ class Request:
     prefill: PrefillProgress | None = None
     slot: int = -1  # row of the engine's tables while it holds memory
     first_token_at_us: float | None = None
-    preemptions: int = 0
     decode_flops: tuple[float, float] = (0.0, 0.0)  # of a step: a constant, and per token of context
     forks_left: int = 0  # samples that still have to be split off at the end of the prefill
     continuation: list[int] = field(default_factory=list)  # tokens to score, of which the prompt holds all but the last

@@ -15,7 +15,8 @@ class SliceBudget:
 
     Without decodes as many as `max_batched_tokens`. Beside decodes only as many as keep the step within
     `decode_slowdown` times the decodes' own time, as measured on the steps so far (moving averages), and at least
-    MIN_SLICE, so that a prompt always advances.
+    MIN_SLICE, so that a prompt always advances. A mixed step measures one of the two: the decodes where their number
+    has changed since they were measured, else the token-layers.
     """
 
     MIN_SLICE = 16
@@ -23,7 +24,8 @@ class SliceBudget:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.decode_us: float | None = None
+        self.decode_us = 0.0
+        self.measured_decodes = 0  # the number of decodes that decode_us is for, 0 while there was none
         self.token_layer_us: float | None = None
 
     def allow(self, num_decodes: int) -> int:
@@ -31,18 +33,19 @@ class SliceBudget:
         limit, slowdown = self.config.max_batched_tokens, self.config.decode_slowdown
         if not num_decodes or slowdown is None:
             return limit
-        if self.decode_us is None or self.token_layer_us is None:
+        if not self.measured_decodes or not self.token_layer_us:
             return min(limit, self.MIN_SLICE)
         return min(limit, max(self.MIN_SLICE, int((slowdown - 1) * self.decode_us / self.token_layer_us)))
 
     def observe(self, num_decodes: int, token_layers: int, elapsed_us: float) -> None:
         """What a step with so many decodes and token-layers took."""
-        if num_decodes and not token_layers:
-            self.decode_us = self._mix(self.decode_us, elapsed_us)
-        elif token_layers and not num_decodes:
-            self.token_layer_us = self._mix(self.token_layer_us, elapsed_us / token_layers)
-        elif token_layers and self.decode_us is not None:
-            self.token_layer_us = self._mix(self.token_layer_us, max(0.0, elapsed_us - self.decode_us) / token_layers)
+        if token_layers and num_decodes in (0, self.measured_decodes):
+            prefill_us = max(0.0, elapsed_us - (self.decode_us if num_decodes else 0.0))
+            self.token_layer_us = self._mix(self.token_layer_us, prefill_us / token_layers)
+        elif num_decodes:
+            known = self.decode_us if num_decodes == self.measured_decodes else None
+            self.decode_us = self._mix(known, max(0.0, elapsed_us - token_layers * (self.token_layer_us or 0.0)))
+            self.measured_decodes = num_decodes
 
     def _mix(self, old: float | None, new: float) -> float:
         return new if old is None else (1 - self.WEIGHT) * old + self.WEIGHT * new
@@ -53,7 +56,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, tables: RequestTables, num_layers: int) -> None:
         self.config, self.tables, self.num_layers = config, tables, num_layers
-        self.waiting: list[Request] = []  # in the order of _rank
+        self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self.preemptions = 0
 
@@ -114,7 +117,6 @@ class Scheduler:
         request.prefill = None
         request.replayed = 0
         request.scores.clear()
-        request.preemptions += 1
         self.preemptions += 1
         self.add(request)
 
