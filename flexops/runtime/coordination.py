@@ -18,6 +18,11 @@ class DeviceSpeed:
     bytes_per_us: float
 
     @classmethod
+    def nominal(cls) -> "DeviceSpeed":
+        """Ten FLOPs a byte: good enough where costs are only compared with each other."""
+        return cls(flops_per_us=1e5, bytes_per_us=1e4)
+
+    @classmethod
     def measure(cls, device: torch.device | str, dtype: torch.dtype) -> "DeviceSpeed":
         """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU."""
         a = torch.randn(512, 512, device=device, dtype=dtype)
@@ -53,6 +58,14 @@ class CostModel:
         work = self._attention(tokens, context) if route == ATTENTION else self._ssm(tokens)
         flops, moved_bytes = work
         return max(flops / self.speed.flops_per_us, moved_bytes / self.speed.bytes_per_us)
+
+    def rest_us(self, layer_idx: int, tokens: int) -> float:
+        """Microseconds of what a layer does besides its branch: the feed-forward network, where it has one."""
+        if not self.config.has_ffn(layer_idx):
+            return 0.0
+        weights = 3 * self.config.hidden_size * self.config.intermediate_size
+        moved_bytes = (weights + 2 * tokens * self.config.hidden_size) * self.dtype.itemsize
+        return max(2 * weights * tokens / self.speed.flops_per_us, moved_bytes / self.speed.bytes_per_us)
 
     def _attention(self, tokens: int, context: int) -> tuple[float, float]:
         """O(L d^2 + L^2 d) in prefill, O(d^2 + r d) in decode."""
