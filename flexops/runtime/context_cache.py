@@ -127,10 +127,12 @@ class Captures:
     """Pages that a prefill fills for the cache while it runs; the cache owns them, and may take them back.
 
     hidden: layer -> (first row, pages from the one that holds it).  states: layer -> token count -> pages.
+    closed: nothing more is captured.
     """
 
     hidden: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     states: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    closed: bool = False
 
     def pages(self) -> list[int]:
         """All pages held."""
@@ -192,6 +194,7 @@ class ContextCache:
         self.root = ContextNode(np.empty(0, dtype=np.int32), 0, None)
         self.stats = CacheStats()
         self.clock = 0
+        self.splits = 0  # nodes cut so far: what walks along nodes has to look again when it changes
         self.mixer_us = {route: cost_model.predict_us(route, 256, 256) / 256 for route in (ATTENTION, SSM)}
         self.rest_us = [cost_model.rest_us(layer_idx, 256) / 256 for layer_idx in range(self.num_layers)]
         self._refs = np.zeros(pool.num_pages, dtype=np.int32)
@@ -216,11 +219,17 @@ class ContextCache:
             node, length = child, length + shared
         return node, length
 
-    def pin(self, node: ContextNode, step: int) -> None:
-        """Protect (step = 1) or no longer protect (-1) the entries of a node and of those above it."""
+    def pin(self, node: ContextNode) -> None:
+        """Protect the entries of a node and of those above it, until `unpin`."""
         for part in node.path():
-            part.pins += step
-            assert part.pins >= 0, "unpinned more often than pinned"
+            part.pins += 1
+
+    def unpin(self, node: ContextNode) -> None:
+        """Protect the entries of a node and of those above it no longer."""
+        for part in node.path():
+            assert part.pins > 0, "unpinned more often than pinned"
+            part.pins -= 1
+        self._remove_if_empty(node)
 
     def touch(self, entries: Iterable[Entry]) -> None:
         """Count an access of entries that a request consumes."""
@@ -263,11 +272,12 @@ class ContextCache:
         self._captures[captures] = None
 
     def discard(self, captures: Captures) -> None:
-        """Give back what a prefill has captured."""
+        """Give back what a prefill has captured; it captures nothing more."""
         self._captures.pop(captures, None)
         self._release(np.array(captures.pages(), dtype=np.int32))
         captures.hidden.clear()
         captures.states.clear()
+        captures.closed = True
 
     def publish(
         self,
@@ -335,6 +345,7 @@ class ContextCache:
     def _split(self, node: ContextNode, length: int) -> ContextNode:
         """Cut a node after `length` tokens. Returns the new upper part; the lower keeps the node's identity."""
         assert node.parent is not None, "the root has no tokens"
+        self.splits += 1
         upper = ContextNode(node.tokens[:length], node.start, node.parent, pins=node.pins)
         node.parent.children[int(node.tokens[0])] = upper
         cut = node.start + length
@@ -481,7 +492,9 @@ class ContextCache:
 
     def _remove_if_empty(self, node: ContextNode) -> None:
         """A node without entries goes unless prefixes below or running prefills need it; so do those above it."""
-        while node.parent is not None and not node.children and not node.pins and not node.root.children:
+        while node.parent is not None and not (node.children or node.pins or node.root.children):
+            if node.parent.children.get(int(node.tokens[0])) is not node:
+                return  # gone already
             del node.parent.children[int(node.tokens[0])]
             node = node.parent
 

@@ -65,6 +65,12 @@ class Engine:
         self.pool = PagePool(num_pages, layout, model.config, dtype, device)
         slots = self.config.max_num_requests
         self.tables = RequestTables(num_layers, slots, self.pool, self.config.check_integrity)
+        smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
+        if smallest > num_pages:
+            raise ValueError(
+                f"the page pool has {num_pages} pages of {layout.page_bytes} bytes, but one request needs {smallest}: "
+                f"set memory_bytes to at least {smallest * layout.page_bytes}"
+            )
         # a scan cut anywhere gives the same bits on a CPU; on a GPU where a chunk ends
         grid = 1 if device.type == "cpu" else model.config.mamba_chunk_size
         self.cache = _make_cache(self.config, self.pool, model.config, dtype)
@@ -82,12 +88,6 @@ class Engine:
                 f"{dtype} matrix products on this machine depend on the number of rows: tokens are right, but may "
                 "differ in rounding between one batch and another",
                 stacklevel=2,
-            )
-        smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
-        if smallest > num_pages:
-            raise ValueError(
-                f"the page pool has {num_pages} pages of {layout.page_bytes} bytes, but one request needs {smallest}: "
-                f"set memory_bytes to at least {smallest * layout.page_bytes}"
             )
 
     def add_request(

@@ -9,7 +9,7 @@ has nothing for the route, rows of the prefix become active again, and the promp
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,15 +90,15 @@ class Executor:
         stalled: set[Request] = set()
         for layer_idx, layer in enumerate(model.layers):
             planned = [s for s in plan[layer_idx] if s.request not in stalled]
+            if rows is not None and rows.slices != _passing(planned):
+                decode_h, rows = self._unpack(rows, len(decodes)), None
             if planned:
                 stalled |= self._enter_layer(layer_idx, layer, planned)
                 planned = [s for s in planned if s.request not in stalled]
-            refills = tuple(s for s in planned if s.kind is StageKind.REFILL)
-            slices = tuple(s for s in planned if s.kind is not StageKind.REFILL)
+            slices = _passing(planned)
             if rows is not None and rows.slices != slices:
-                self._unpack(rows)
-                decode_h = rows.h[: len(decodes)]
-                rows = None
+                decode_h, rows = self._unpack(rows, len(decodes)), None
+            refills = tuple(s for s in planned if s.kind is StageKind.REFILL)
             if refills:
                 self._refill(layer_idx, layer, step, refills)
             if not decodes and not slices:
@@ -341,12 +341,18 @@ class Executor:
         where = torch.from_numpy(slots)[:, None], torch.tensor(numbers)[:, None], torch.tensor(layers)[None]
         self.gate_table[tuple(index.to(self.device) for index in where)] = stacked
 
-    def _unpack(self, rows: _Rows) -> None:
-        """The prefills' rows back to their requests' buffers."""
+    def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
+        """The prefills' rows back to their requests' buffers. Returns the decodes' rows."""
         if rows.delta is not None:
             rows.h.add_(rows.delta)
         for s, where in rows.ranges():
             s.request.progress.hidden[s.start : s.end] = rows.h[where]
+        return rows.h[:num_decodes]
+
+
+def _passing(slices: Sequence[PrefillSlice]) -> tuple[PrefillSlice, ...]:
+    """Those whose rows pass the whole layer."""
+    return tuple(s for s in slices if s.kind is not StageKind.REFILL)
 
 
 def _runs_gate(request: Request, layer_idx: int) -> bool:

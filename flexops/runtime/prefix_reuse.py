@@ -78,15 +78,16 @@ class PrefixReuse:
         """tokens: int32, the prompt.  most: at most so many of them are reused.  grid: states lie at multiples."""
         self.cache, self.tokens, self.grid = cache, tokens, grid
         self.node, self.length = cache.match(tokens[:most])
-        cache.pin(self.node, 1)
+        cache.pin(self.node)
         self.captures = Captures()
         cache.register(self.captures)
-        self._levels: list[_Level] = []  # of the layers entered or planned, by the routes in _routes
+        self._found: list[_Level] = []  # by layer, along _routes, when the cache had cut _splits nodes
         self._routes: list[int] = []
+        self._splits = -1
 
     def close(self) -> None:
         """Unpin the prefix; captures that were not published go back."""
-        self.cache.pin(self.node, -1)
+        self.cache.unpin(self.node)
         self.cache.discard(self.captures)
 
     # --- deciding -------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class PrefixReuse:
         """The first row that passes layer 0. routes: a code per layer, -1 unknown."""
         if not self.length:
             return 0
-        self._look(0, routes)
+        self._look(routes)
         if self.cache.mode == "hybrid":
             return self.length
         undecided = [route < 0 for route in routes]
@@ -122,7 +123,7 @@ class PrefixReuse:
         """
         if not start:
             return Move(0, 0, layer_idx, 0)
-        self._look(layer_idx, routes)
+        self._look(routes)
         levels = self._levels
         undecided = [route < 0 and i >= layer_idx + (not gated) for i, route in enumerate(routes)]
         if self.cache.mode == "conventional":
@@ -138,20 +139,29 @@ class PrefixReuse:
         levels = self._levels
         return all(levels[i].holds(start) and (not undecided[i] or levels[i].gate_end >= start) for i in rest)
 
-    def _look(self, layer_idx: int, routes: Sequence[int]) -> None:
-        """Make `_levels` agree with the routes known; unknown ones follow what was used last."""
-        known = list(routes[: next((i for i, r in enumerate(routes) if r < 0), len(routes))])
-        if self._routes[: len(known)] == known and len(self._routes) == self.cache.num_layers:
-            return
-        path = self.node.path()
-        self._levels, self._routes = [], []
-        here: list[RouteNode | None] = [node.root for node in path]
-        for i in range(self.cache.num_layers):
-            route = routes[i] if routes[i] >= 0 else _likely(here)
-            level = _Level(path, here, route, i)
-            self._levels.append(level)
-            self._routes.append(route)
-            here = level.after
+    def _look(self, routes: Sequence[int]) -> None:
+        """Make the levels agree with the routes known; unknown ones follow what was used last."""
+        num_known = next((i for i, route in enumerate(routes) if route < 0), len(routes))
+        if self._routes[:num_known] != list(routes[:num_known]) or not self._routes:
+            here: list[RouteNode | None] = [node.root for node in self.node.path()]
+            self._routes = []
+            for known in routes:
+                route = known if known >= 0 else _likely(here)
+                self._routes.append(route)
+                here = [None if n is None else n.children.get(route) for n in here]
+            self._splits = -1
+
+    @property
+    def _levels(self) -> list[_Level]:
+        """What the cache holds per layer along the routes; empty where nothing was matched."""
+        if self._splits != self.cache.splits and self._routes:
+            path = self.node.path()
+            here: Sequence[RouteNode | None] = [node.root for node in path]
+            self._found, self._splits = [], self.cache.splits
+            for layer_idx, route in enumerate(self._routes):
+                self._found.append(_Level(path, here, route, layer_idx))
+                here = self._found[-1].after
+        return self._found
 
     def _before(self, layer_idx: int) -> list[RouteNode | None]:
         if layer_idx:
@@ -170,7 +180,12 @@ class PrefixReuse:
         """int32, the pages that hold the KV of the first `length` tokens in an attention layer."""
         entries = self._spans(self._levels[layer_idx].after, Kind.KV, 0, length)
         self.cache.touch(entries)
-        return self._columns(entries, Kind.KV, 0, length)
+        rows = self.cache.pool.layout.page_tokens
+        pages = np.full((length - 1) // rows + 1, -1, dtype=np.int32)
+        for entry in entries:  # who wrote the later tokens had the earlier ones on the same page
+            column = entry.start // rows
+            pages[column : column + len(entry.pages)] = entry.pages[: len(pages) - column]
+        return pages
 
     def state_pages(self, layer_idx: int, length: int) -> np.ndarray:
         """int32, the pages of the state and conv window after `length` tokens in an SSM layer."""
@@ -182,34 +197,25 @@ class PrefixReuse:
         """Copy the rows [start, end) that enter a layer (above 0) into target [prompt, hidden_size]."""
         entries = self._spans(self._before(layer_idx), Kind.HIDDEN, start, end)
         self.cache.touch(entries)
-        pages = self._columns(entries, Kind.HIDDEN, start, end)
-        rows = self.cache.hidden_tokens
-        column, offset = np.divmod(np.arange(start, end), rows)
-        place = torch.from_numpy(pages[column - start // rows].astype(np.int64)).to(target.device)
-        target[start:end] = self.cache.pool.hidden_cache[place, torch.from_numpy(offset).to(target.device)]
+        rows, device = self.cache.hidden_tokens, target.device
+        for entry in entries:  # each has its own rows alone: a page of two entries is whole in neither
+            first, last = max(start, entry.start), min(end, entry.end)
+            column, offset = np.divmod(np.arange(first, last), rows)
+            pages = entry.pages[column - entry.start // rows].astype(np.int64)
+            place = torch.from_numpy(pages).to(device), torch.from_numpy(offset).to(device)
+            target[first:last] = self.cache.pool.hidden_cache[place]
 
     def _spans(self, nodes: Sequence[RouteNode | None], kind: Kind, start: int, end: int) -> list[Entry]:
         """The entries of a kind whose tokens meet [start, end), in order."""
         entries = [None if n is None else n.kv if kind is Kind.KV else n.hidden for n in nodes]
         return [entry for entry in entries if entry is not None and entry.start < end and entry.end > start]
 
-    def _columns(self, entries: Sequence[Entry], kind: Kind, start: int, end: int) -> np.ndarray:
-        """The pages of the columns that hold [start, end). A column of two entries is whole in the later one."""
-        rows = self.cache.pool.layout.page_tokens if kind is Kind.KV else self.cache.hidden_tokens
-        first, last = start // rows, (end - 1) // rows
-        pages = np.full(last - first + 1, -1, dtype=np.int32)
-        for entry in entries:
-            column = entry.start // rows
-            low, high = max(column, first), min(column + len(entry.pages), last + 1)
-            pages[low - first : high - first] = entry.pages[low - column : high - column]
-        return pages
-
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def capture_hidden(self, layer_idx: int, start: int) -> None:
         """Take pages for the rows that enter a layer from `start` on, where the cache lacks them and has room."""
         rows = self.cache.hidden_tokens
-        if not rows or not layer_idx or layer_idx in self.captures.hidden:
+        if not rows or not layer_idx or self.captures.closed or layer_idx in self.captures.hidden:
             return
         level = self._levels[layer_idx] if self._levels else None
         first = start
@@ -225,7 +231,7 @@ class PrefixReuse:
 
     def capture_states(self, layer_idx: int, resume: int) -> None:
         """Take pages for the states that an SSM layer passes behind `resume` tokens and that are worth keeping."""
-        if layer_idx in self.captures.states:
+        if self.captures.closed or layer_idx in self.captures.states:
             return
         have = self._levels[layer_idx].states if self._levels else set()
         captured = self.captures.states.setdefault(layer_idx, {})
