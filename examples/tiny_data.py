@@ -366,18 +366,21 @@ class TaskSampler:
         follow_ups: int = 0,
         num_words: int | None = None,
     ) -> Example:
-        """`- key: value` lines or sentences, then a question about one key: 4 to 24 pairs."""
+        """A list of 4 to 24 keys with their values, then a question about one: as lines, as sentences, or in brief."""
         count = count or int(rng.integers(4, 25))
         style = style or str(rng.choice(PAIR_STYLES, p=[0.4, 0.4, 0.2]))
         words = self._words(rng, 2 * count, num_words)
         keys, values = words[:count], [self._value(rng, word) for word in words[count:]]
         asked = rng.permutation(count)[: 1 + follow_ups]
-        if style == "ask":
+        if style == "brief":
+            prompt = ",".join(f" {k} {v}" for k, v in zip(keys, values, strict=True)) + ".\n"
+            questions = [f"\n {keys[i]}" for i in asked]
+        elif style == "ask":
             prompt = " ".join(f"The {k} is {v}." for k, v in zip(keys, values, strict=True)) + "\n"
             questions = [f"\nWhat is the {keys[i]}?" for i in asked]
         else:
             prompt = "".join(f"- {k}: {v}\n" for k, v in zip(keys, values, strict=True))
-            questions = [f"\n- {keys[i]}:" if style == "complete" else f"\nWhat is {keys[i]}?" for i in asked]
+            questions = [f"\n- {keys[i]}:" for i in asked]
         return self._example("pairs", prompt, questions, [f" {values[i]}" for i in asked])
 
     def copy(self, rng: np.random.Generator, count: int | None = None, num_words: int | None = None) -> Example:
@@ -403,11 +406,11 @@ class TaskSampler:
         that has not found out how to look things up learns it there much sooner.
         """
         small = size < 0.2
-        kind = kind or str(rng.choice(KINDS, p=[0.7, 0.3, 0.0] if small else [0.65, 0.15, 0.2]))
+        kind = kind or str(rng.choice(KINDS, p=[0.5, 0.5, 0.0] if small else [0.5, 0.3, 0.2]))
         count = 4 + round(20 * min(1.0, max(0.0, size + 0.05 * rng.standard_normal())))
         if kind == "pairs":
-            style = "complete" if small and rng.random() < 0.7 else None
-            return self.pairs(rng, count, style, follow_ups=3, num_words=EASY_WORDS if small else None)
+            style = "brief" if small and rng.random() < 0.7 else None
+            return self.pairs(rng, count, style, follow_ups=min(count, 12) - 1, num_words=EASY_WORDS if small else None)
         return self.copy(rng, count) if kind == "copy" else self.passage(rng, 24 + 6 * count)
 
     def batch(

@@ -49,11 +49,12 @@ class Recipe:
     learning_rate: float = 5e-3  # AdamW: embedding, gates, convolutions, vectors
     weight_decay: float = 0.1
     warmup: float = 0.03  # fractions of the run from here on
-    straight_through: float = 0.45  # hard gates from here on
-    learned_loss: float = 1.6  # recall counts as learned while its smoothed loss is below
+    straight_through: float = 0.65  # hard gates from here on
+    learned: float = 0.6  # recall counts as learned while its smoothed accuracy per token is above
+    latest: float = 0.5  # from here on length and price rise anyway
     largest: float = 0.55  # size of recall examples at level 1: up to 16 things
     level_steps: int = 80  # steps, learned, until recall has its full length; the price rises in the second half
-    rows_before: tuple[int, int] = (5, 20)  # text and recall rows of a step up to level 0.7 ...
+    rows_before: tuple[int, int] = (3, 24)  # text and recall rows of a step up to level 0.7 ...
     rows_after: tuple[int, int] = (4, 16)  # ... and from there on
     route_cost_weight: float = 1.0
     commit_weight: float = 3.0  # of 4 p_attn p_ssm, from straight_through on
@@ -162,18 +163,26 @@ def rate_factor(recipe: Recipe, progress: float) -> float:
     return 0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2
 
 
+def token_accuracy(logits: torch.Tensor, labels: torch.Tensor, end: int) -> float:
+    """Share of the labelled tokens [B, S], ends aside, that are the first choice of the logits [B, S, vocab] before."""
+    target = labels[:, 1:]
+    known = (target != -100) & (target != end)
+    return ((logits[:, :-1].argmax(-1) == target) & known).sum().item() / max(1, int(known.sum()))
+
+
 class Trainer:
     """Runs the recipe over a share of time or a number of steps, and remembers enough to go on after a stop."""
 
-    COUNTERS = ("index", "elapsed_s", "recall_loss", "level")
+    COUNTERS = ("index", "elapsed_s", "recall_accuracy", "level")
 
     def __init__(self, model: FlexHybridModel, corpus: Corpus, recipe: Recipe, output: Path, bf16: bool = False):
         self.model, self.recipe, self.output, self.bf16 = model, recipe, output, bf16
+        self.end = corpus.tokenizer.eos_token_id
         self.sampler = TaskSampler(corpus, "train", recipe.seed, recipe.seq_len)
         self.optimizers = make_optimizers(model, recipe)
         self.peaks = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.index, self.elapsed_s = 0, 0.0
-        self.recall_loss, self.level = math.inf, 0.0  # smoothed loss; 0 short recall .. 1 full length and price
+        self.recall_accuracy, self.level = 0.0, 0.0  # smoothed; 0 short recall .. 1 full length and price
         output.mkdir(parents=True, exist_ok=True)
 
     def step(self, progress: float) -> dict[str, float]:
@@ -196,6 +205,7 @@ class Trainer:
                 loss = loss + recipe.commit_weight * 4 * output.gate_probs.prod(-1).mean()
             loss.backward()
             record[f"loss_{name}"] = output.lm_loss.item()
+            record[f"accuracy_{name}"] = token_accuracy(output.logits, batch["labels"], self.end)
             record[f"attention_{name}"] = output.gate_probs[..., 0].float().mean().item()
             record["tokens"] += int(batch["attention_mask"].sum())
         record["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
@@ -203,9 +213,8 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.index += 1
-        last = record["loss_recall"]
-        self.recall_loss = last if math.isinf(self.recall_loss) else 0.9 * self.recall_loss + 0.1 * last
-        if self.recall_loss < recipe.learned_loss:
+        self.recall_accuracy = 0.9 * self.recall_accuracy + 0.1 * record["accuracy_recall"]
+        if self.recall_accuracy > recipe.learned or progress > recipe.latest:
             self.level = min(1.0, self.level + 1 / recipe.level_steps)
         record["level"] = self.level
         return record
@@ -232,8 +241,9 @@ class Trainer:
                     log.flush()
                     print(
                         f"{progress:4.0%} step {self.index:5d}  text {mean['loss_text']:.3f}  recall "
-                        f"{mean['loss_recall']:.3f}  attention {mean['attention_text']:.0%} / "
-                        f"{mean['attention_recall']:.0%}  level {self.level:.2f}  {rate:.0f} tokens/s",
+                        f"{mean['loss_recall']:.3f} {mean['accuracy_recall']:.0%}  attention "
+                        f"{mean['attention_text']:.0%} / {mean['attention_recall']:.0%}  level {self.level:.2f}  "
+                        f"{rate:.0f} tokens/s",
                         flush=True,
                     )
                     window, window_began = [], time.monotonic()

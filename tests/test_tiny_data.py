@@ -110,8 +110,9 @@ def test_pairs_hold_their_answers(sampler: td.TaskSampler, style: str):
     for i in range(20):
         example = sampler.pairs(sampler.rng(i), 6, style)
         prompt, answer = decode(example.prompt), decode(example.answer).removesuffix(td.EOS)
-        key = prompt.rsplit("\n", 1)[1].removeprefix("What is ").removeprefix("the ").removeprefix("- ").rstrip(":?")
-        fact = f"The {key} is{answer}." if style == "ask" else f"- {key}:{answer}\n"
+        key = prompt.rsplit("\n", 1)[1].removeprefix("What is ").removeprefix("the ").removeprefix("- ").strip(" :?")
+        facts = {"ask": f"The {key} is{answer}.", "complete": f"- {key}:{answer}\n", "brief": f" {key}{answer}"}
+        fact = facts[style]
         assert fact in prompt
         assert example.answer[-1] == sampler.corpus.tokenizer.eos_token_id
         assert example.labels == example.answer

@@ -8,6 +8,7 @@ else, so both are its key.
 Entries live in pages of the engine's pool that nobody else wants: a request that needs pages gets them first.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from .coordination import CostModel
 from .eviction import EvictionQueue, depth_factor, heat_after_access, log_priority
 from .memory import PagePool
 
+THRASH_MARGIN = 1.0  # log2: a new entry has to be worth twice what it drives out
+
 
 class Kind(Enum):
     """What an entry holds."""
@@ -31,15 +34,31 @@ class Kind(Enum):
     HIDDEN = "hidden"  # the rows of the node's tokens that enter a layer
 
 
+@dataclass(frozen=True)
+class Goal:
+    """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
+
+    heat: log2 of how often that is of use, H in Eq. 5.  pages: of all it takes, from the node that has the goal.
+    """
+
+    heat: float
+    depth: int
+    pages: int
+
+    def worth(self, depth: int) -> float:
+        """log2 of use per page for reuse that stands at a lower layer."""
+        return self.heat + math.log2(self.depth - depth + 0.5) - math.log2(self.pages + 1)
+
+
 class RouteNode:
     """A node of the inner trie: the layers below have taken the routes on the way here.
 
     depth: layers passed.  hidden: rows that enter layer `depth`.  gate: [span, gate_dim] fp32, their gate rows; they
     lie beside the pool (64 bytes per token and layer) and go with the node.  kv, states: what the layer before,
-    `depth - 1`, left, states by token count.
+    `depth - 1`, left, states by token count.  goal: where reuse that has come here had best go on to, see `Goal`.
     """
 
-    __slots__ = ("children", "depth", "gate", "hidden", "kv", "parent", "route", "states")
+    __slots__ = ("children", "depth", "gate", "goal", "hidden", "kv", "parent", "route", "states")
 
     def __init__(self, parent: "RouteNode | None" = None, route: int = -1) -> None:
         self.parent, self.route = parent, route
@@ -49,20 +68,42 @@ class RouteNode:
         self.hidden: Entry | None = None
         self.kv: Entry | None = None
         self.states: dict[int, Entry] = {}
+        self.goal: Goal | None = None
 
-    def descend(self, routes: Sequence[int]) -> "RouteNode | None":
-        """The node that further routes lead to, if it is there."""
+    @property
+    def edge_pages(self) -> int:
+        """Pages of what the layer before has to start from behind all tokens of the node; 0 where it has nothing."""
+        if self.kv is not None:
+            return len(self.kv.pages)
+        return len(self.states[max(self.states)].pages) if self.states else 0
+
+    def update_goal(self, num_layers: int) -> None:
+        """Bring `goal` up to date from here on up, after entries of this node or its heat have changed."""
         node: RouteNode | None = self
-        for route in routes:
-            if node is None:
-                return None
-            node = node.children.get(route)
-        return node
+        while node is not None:
+            own = [Goal(node.hidden.heat, node.depth, len(node.hidden.pages))] if node.hidden is not None else []
+            if node.depth == num_layers and (edge := node.kv or next(iter(node.states.values()), None)) is not None:
+                own.append(Goal(edge.heat, node.depth, 0))
+            for child in node.children.values():
+                if child.goal is not None and (pages := child.edge_pages):
+                    own.append(Goal(child.goal.heat, child.goal.depth, child.goal.pages + pages))
+            depth = node.depth
+            goal = max(own, key=lambda g: g.worth(depth), default=None)
+            if goal == node.goal and node is not self:
+                return
+            node.goal, node = goal, node.parent
 
     def entries(self) -> "Iterator[Entry]":
         """Entries of this node alone."""
         yield from (entry for entry in (self.hidden, self.kv) if entry is not None)
         yield from list(self.states.values())
+
+    def above(self) -> "Iterator[RouteNode]":
+        """The nodes on the way up, this one not among them."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
 
     def subtree(self) -> "Iterator[RouteNode]":
         """This node and all below it."""
@@ -126,17 +167,18 @@ class Entry:
 class Captures:
     """Pages that a prefill fills for the cache while it runs; the cache owns them, and may take them back.
 
-    hidden: layer -> (first row, pages from the one that holds it).  states: layer -> token count -> pages.
+    hidden: layer -> (first row, row behind the last, pages from the one that holds the first).  states: layer -> token
+    count -> pages.
     closed: nothing more is captured.
     """
 
-    hidden: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    hidden: dict[int, tuple[int, int, np.ndarray]] = field(default_factory=dict)
     states: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     closed: bool = False
 
     def pages(self) -> list[int]:
         """All pages held."""
-        arrays = [pages for _, pages in self.hidden.values()]
+        arrays = [pages for _, _, pages in self.hidden.values()]
         arrays += [pages for at_layer in self.states.values() for pages in at_layer.values()]
         return [int(page) for pages in arrays for page in pages]
 
@@ -190,6 +232,7 @@ class ContextCache:
         self.pool, self.mode, self.keep, self.poison = pool, mode, keep, poison
         self.capacity_pages = capacity_pages
         self.num_layers = cost_model.config.num_hidden_layers
+        self.partings = np.ones(self.num_layers + 1)  # by depth, lookups whose layout left the known ones there
         self.hidden_tokens = 0 if mode == "conventional" else pool.layout.hidden_tokens
         self.root = ContextNode(np.empty(0, dtype=np.int32), 0, None)
         self.stats = CacheStats()
@@ -208,6 +251,7 @@ class ContextCache:
 
         The node is cut there, so that it ends with the prefix.
         """
+        self.clock += 1
         node, length = self.root, 0
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
@@ -231,13 +275,31 @@ class ContextCache:
             part.pins -= 1
         self._remove_if_empty(node)
 
-    def touch(self, entries: Iterable[Entry]) -> None:
-        """Count an access of entries that a request consumes."""
-        self.clock += 1
+    def touch(self, entries: Iterable[Entry], clock: int) -> None:
+        """Count an access by the request that looked up at `clock`: it consumes the entries or has computed them again.
+
+        A request counts once.
+        """
         for entry in entries:
-            entry.heat = heat_after_access(entry.heat, self.clock)
-            entry.used_at = self.clock
-            self._queue.push(entry)
+            if entry.used_at < clock:
+                entry.heat = heat_after_access(entry.heat, clock)
+                entry.used_at = clock
+                self._queue.push(entry)
+
+    def count_parting(self, node: ContextNode, routes: Sequence[int]) -> None:
+        """Learn at which layer layouts part: where a request's routes leave those known for its prefix."""
+        here: RouteNode | None = node.root
+        depth = 0
+        for route in routes:
+            here = None if here is None else here.children.get(route)
+            if here is None:
+                break
+            depth += 1
+        self.partings[depth] += 1
+
+    def parting_share(self, layer_idx: int) -> float:
+        """The share of requests with a known prefix whose layouts part from the known ones at a layer."""
+        return float(self.partings[layer_idx] / self.partings.sum())
 
     # --- storing --------------------------------------------------------------------------------------------------
 
@@ -259,9 +321,9 @@ class ContextCache:
         heat, depth = heat_after_access(float("-inf"), self.clock), depth_factor(layer_idx, self.num_layers)
         worth = log_priority(heat, saved_us, depth, num_pages * self.pool.layout.page_bytes)
         if self.mode == "conventional":
-            worth = float(self.clock)
+            worth = float("inf")
         while self.pool.available < num_pages or self.num_pages + num_pages > self.capacity_pages:
-            if not self._evict_one(below=worth):
+            if not self._evict_one(below=worth - THRASH_MARGIN):
                 return None
         pages = np.array(self.pool.allocate(num_pages), dtype=np.int32)
         self._refs[pages] += 1
@@ -286,16 +348,15 @@ class ContextCache:
         kv_pages: np.ndarray,
         gate_rows: dict[int, Tensor],
         captures: Captures,
+        clock: int,
     ) -> None:
-        """Store what a request has computed for all tokens up to the end of `node`.
+        """Store what a request that looked up at `clock` has computed for all tokens up to the end of `node`.
 
         routes: of all layers.  kv_pages: int32 [num_layers, columns], the request's page tables.  gate_rows: by layer,
         rows of the whole prefix.  captures: the cache becomes a further owner of what the tree lacks.
         """
-        self.clock += 1
-        path = node.path()
-        for part in path:
-            self._publish_part(part, routes, kv_pages, gate_rows, captures)
+        for part in node.path():
+            self._publish_part(part, routes, kv_pages, gate_rows, captures, clock)
         self.trim()
         self._remove_if_empty(node)
 
@@ -306,26 +367,38 @@ class ContextCache:
         kv_pages: np.ndarray,
         gate_rows: dict[int, Tensor],
         captures: Captures,
+        clock: int,
     ) -> None:
-        here = part.root
+        here, known, on_path = part.root, [], [part.root]
         for layer_idx, route in enumerate(routes):
             if layer_idx in gate_rows and here.gate is None:
                 here.gate = gate_rows[layer_idx][part.start : part.end].clone()
             captured = captures.hidden.get(layer_idx)
-            if captured is not None and here.hidden is None and captured[0] <= part.start:
+            if captured is not None and here.hidden is None and captured[0] <= part.start and part.end <= captured[1]:
                 first = captured[0] // self.hidden_tokens
                 columns = self._columns(Kind.HIDDEN, part.start, part.end)
-                pages = captured[1][columns.start - first : columns.stop - first]
+                pages = captured[2][columns.start - first : columns.stop - first]
                 here.hidden = self._add(Kind.HIDDEN, part, here, part.start, part.end, pages)
             here = here.children.setdefault(route, RouteNode(here, route))
+            on_path.append(here)
             if route == ATTENTION:
                 if here.kv is None and self.keep == "auto":
                     pages = kv_pages[layer_idx, self._columns(Kind.KV, part.start, part.end)]
                     here.kv = self._add(Kind.KV, part, here, part.start, part.end, pages)
+                elif here.kv is not None:
+                    known.append(here.kv)
                 continue
+            if part.end in here.states:
+                known.append(here.states[part.end])
             for position, pages in captures.states.get(layer_idx, {}).items():
                 if part.start < position <= part.end and position not in here.states:
                     here.states[position] = self._add(Kind.STATE, part, here, part.start, position, pages)
+        self.touch(known, clock)
+        for passed in reversed(on_path):
+            passed.update_goal(self.num_layers)
+        for passed in on_path:
+            for entry in passed.entries():
+                self._queue.push(entry)
 
     def _add(self, kind: Kind, node: ContextNode, routes: RouteNode, start: int, end: int, pages: np.ndarray) -> Entry:
         """A new entry that becomes a further owner of its pages."""
@@ -352,10 +425,12 @@ class ContextCache:
         self._split_routes(upper, upper.root, node.root, cut)
         node.tokens, node.start, node.parent = node.tokens[length:], cut, upper
         upper.children[int(node.tokens[0])] = node
-        for below in node.root.subtree():
-            for entry in below.entries():
-                entry.start = max(entry.start, cut)
-                self._queue.push(entry)
+        for part in (upper, node):
+            for here in reversed(list(part.root.subtree())):
+                here.update_goal(self.num_layers)
+                for entry in here.entries():
+                    entry.start = max(entry.start, part.start)
+                    self._queue.push(entry)
         return upper
 
     def _split_routes(self, upper: ContextNode, target: RouteNode, source: RouteNode, cut: int) -> None:
@@ -487,8 +562,13 @@ class ContextCache:
         while here.parent is not None and not here.children and next(here.entries(), None) is None:
             del here.parent.children[here.route]
             here = here.parent
+        here.update_goal(self.num_layers)
         if here.parent is None and not here.children:
             here.gate = None
+        # whatever it was a step for is worth less now
+        for node in (*here.above(), *here.subtree()):
+            for other in node.entries():
+                self._queue.push(other)
 
     def _remove_if_empty(self, node: ContextNode) -> None:
         """A node without entries goes unless prefixes below or running prefills need it; so do those above it."""
@@ -503,32 +583,57 @@ class ContextCache:
         self.pool.release([int(page) for page in pages], poison=self.poison)
 
     def _priority(self, entry: Entry) -> float:
-        """log2 of Eq. 5; in conventional mode the clock of the last access, so that the oldest context goes first."""
+        """log2 of Eq. 5; in conventional mode the clock of the last access, so that the oldest context goes first.
+
+        What a layer starts from is of use only together with the layers below and up to the rows it leads to: they
+        save together and take room together, and have one priority. Rows (HIDDEN) are counted by themselves.
+        """
         if self.mode == "conventional":
             return float(entry.used_at)
-        depth = depth_factor(entry.layer_idx, self.num_layers)
-        num_bytes = len(entry.pages) * self.pool.layout.page_bytes
+        depth, node, tokens = depth_factor(entry.layer_idx, self.num_layers), entry.routes, entry.end - entry.start
+        heat, pages = entry.heat, len(entry.pages)
+        if entry.kind is Kind.HIDDEN:
+            saved_us = tokens * self._path_us(node, node.depth)
+        elif entry.kind is Kind.STATE and entry.end < max(node.states, default=0):
+            # a shorter way for a prefix that ends behind it, where the longest is not of use
+            below = max((p for p in node.states if p < entry.end), default=entry.start)
+            saved_us = (entry.end - below) // 4 * (self.mixer_us[SSM] + self.rest_us[entry.layer_idx])
+        elif node.goal is None:
+            saved_us = 0.0
+        else:
+            saved_us = tokens * self._path_us(node, node.goal.depth)
+            heat, pages = node.goal.heat, pages + node.goal.pages
+            below_node = node.parent
+            while below_node is not None and below_node.hidden is None:
+                pages += below_node.edge_pages
+                below_node = below_node.parent
+        num_bytes = pages * self.pool.layout.page_bytes
         # of two equal ones the later tokens go first: the earlier ones are of no less use
-        return log_priority(entry.heat, self._saved_us(entry), depth, num_bytes) - 1e-6 * entry.start
+        return log_priority(heat, saved_us, depth, num_bytes) - 1e-6 * entry.start
 
-    def _saved_us(self, entry: Entry) -> float:
-        """R of Eq. 5: what computing the entry again would take, given what else survives."""
-        node, cost = entry.routes, 0.0
-        tokens = entry.end - entry.start
-        if entry.kind is Kind.STATE:
-            below = [position for position in node.states if position < entry.end]
-            tokens = entry.end - max(below, default=entry.start)
-        if entry.kind is not Kind.HIDDEN:
-            cost += self.mixer_us[node.route]
-            assert node.parent is not None
-            node = node.parent
-        # down to the nearest rows that survive below; the embedding always does
-        skip = entry if entry.kind is Kind.HIDDEN else None
-        while node.depth and (node.hidden is None or node.hidden is skip):
+    def _path_us(self, node: RouteNode, goal: int) -> float:
+        """Microseconds per token that reuse saves by going on through a node to the layer `goal`, not stopping before.
+
+        Before: at the nearest rows below, or behind the nearest layer that has nothing to start from.
+        """
+        below = node
+        while below.parent is not None and below.edge_pages:
+            below = below.parent
+            if below.hidden is not None:
+                break
+        return sum(self.mixer_us[SSM] + self.rest_us[i] for i in range(below.depth, goal))
+
+    def rows_us(self, node: RouteNode, without: bool = False) -> float:
+        """Microseconds per token to have the rows that enter a layer, from the nearest that are there below.
+
+        without: those of the layer itself do not count. The embedding is always there.
+        """
+        cost = 0.0
+        while node.depth and (without or node.hidden is None):
             cost += self.mixer_us[node.route] + self.rest_us[node.depth - 1]
             assert node.parent is not None
-            node = node.parent
-        return cost * max(1, tokens)
+            node, without = node.parent, False
+        return cost
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -352,9 +352,11 @@ class Engine:
         cache.stats.computed_token_layers += progress.computed
         cache.stats.replayed_token_layers += progress.replayed
         cache.stats.cached_tokens += progress.lowest
+        if progress.reuse.length:
+            cache.count_parting(progress.reuse.node, request.routes)
         node = cache.insert(request.tokens)
         tables = self.tables.kv_pages[:, request.slot]
-        cache.publish(node, request.routes, tables, progress.z, progress.reuse.captures)
+        cache.publish(node, request.routes, tables, progress.z, progress.reuse.captures, progress.reuse.clock)
         progress.reuse.close()
         if self.executor.gate_table is not None:
             request.gate_rows = progress.z
@@ -376,7 +378,9 @@ class Engine:
             count = length - len(request.prompt)
             gates = {i: torch.cat([z, generated[slot, :count, i]]) for i, z in request.gate_rows.items()}
         tokens = np.array([*request.prompt, *request.output[:-1]], dtype=np.int32)
-        self.cache.publish(self.cache.insert(tokens), request.routes, self.tables.kv_pages[:, slot], gates, captures)
+        node = self.cache.insert(tokens)
+        tables = self.tables.kv_pages[:, slot]
+        self.cache.publish(node, request.routes, tables, gates, captures, self.cache.clock)
 
     def _score_row(self, request: Request, logits: Tensor) -> None:
         token = request.continuation[len(request.scores)]

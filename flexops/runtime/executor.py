@@ -304,13 +304,13 @@ class Executor:
             reuse = s.request.reuse
             if reuse is None or s.kind is not StageKind.FULL or layer_idx not in reuse.captures.hidden:
                 continue
-            first, pages = reuse.captures.hidden[layer_idx]
-            start = max(first, s.start)
-            if start < s.end:
+            first, behind, pages = reuse.captures.hidden[layer_idx]
+            start, end = max(first, s.start), min(behind, s.end)
+            if start < end:
                 per_page = self.pool.layout.hidden_tokens
-                column, offset = np.divmod(np.arange(start, s.end), per_page)
+                column, offset = np.divmod(np.arange(start, end), per_page)
                 place = torch.from_numpy(pages[column - first // per_page].astype(np.int64)).to(self.device)
-                kept = rows.h[where.start + start - s.start : where.stop]
+                kept = rows.h[where.start + start - s.start : where.start + end - s.start]
                 self.pool.hidden_cache[place, torch.from_numpy(offset).to(self.device)] = kept
 
     def _collect_gate_rows(self, next_idx: int, rows: _Rows, decode_z: list[tuple[int, Tensor]]) -> None:

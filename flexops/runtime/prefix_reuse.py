@@ -78,6 +78,7 @@ class PrefixReuse:
         """tokens: int32, the prompt.  most: at most so many of them are reused.  grid: states lie at multiples."""
         self.cache, self.tokens, self.grid = cache, tokens, grid
         self.node, self.length = cache.match(tokens[:most])
+        self.clock = cache.clock
         cache.pin(self.node)
         self.captures = Captures()
         cache.register(self.captures)
@@ -179,7 +180,7 @@ class PrefixReuse:
     def kv_pages(self, layer_idx: int, length: int) -> np.ndarray:
         """int32, the pages that hold the KV of the first `length` tokens in an attention layer."""
         entries = self._spans(self._levels[layer_idx].after, Kind.KV, 0, length)
-        self.cache.touch(entries)
+        self.cache.touch(entries, self.clock)
         rows = self.cache.pool.layout.page_tokens
         pages = np.full((length - 1) // rows + 1, -1, dtype=np.int32)
         for entry in entries:  # who wrote the later tokens had the earlier ones on the same page
@@ -190,13 +191,15 @@ class PrefixReuse:
     def state_pages(self, layer_idx: int, length: int) -> np.ndarray:
         """int32, the pages of the state and conv window after `length` tokens in an SSM layer."""
         found = [n.states[length] for n in self._levels[layer_idx].after if n is not None and length in n.states]
-        self.cache.touch(found[:1])
+        self.cache.touch(found[:1], self.clock)
         return found[0].pages
 
     def load_hidden(self, layer_idx: int, start: int, end: int, target: Tensor) -> None:
         """Copy the rows [start, end) that enter a layer (above 0) into target [prompt, hidden_size]."""
         entries = self._spans(self._before(layer_idx), Kind.HIDDEN, start, end)
-        self.cache.touch(entries)
+        self.cache.touch(entries, self.clock)
+        for entry in entries:
+            entry.routes.update_goal(self.cache.num_layers)
         rows, device = self.cache.hidden_tokens, target.device
         for entry in entries:  # each has its own rows alone: a page of two entries is whole in neither
             first, last = max(start, entry.start), min(end, entry.end)
@@ -213,21 +216,28 @@ class PrefixReuse:
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def capture_hidden(self, layer_idx: int, start: int) -> None:
-        """Take pages for the rows that enter a layer from `start` on, where the cache lacks them and has room."""
+        """Take pages for the rows that enter a layer from `start` on, where the cache lacks them and has room.
+
+        Without them, whoever takes another route from here on has to compute the prefix from the first layer. Where
+        this request does, that has happened; elsewhere it is as likely as layouts were seen to part at this layer.
+        """
         rows = self.cache.hidden_tokens
         if not rows or not layer_idx or self.captures.closed or layer_idx in self.captures.hidden:
             return
-        level = self._levels[layer_idx] if self._levels else None
-        first = start
-        if level is not None and start < self.length and level.has_rows(start, self.length):
+        levels, first = self._levels, start
+        if levels and start < self.length and levels[layer_idx].has_rows(start, self.length):
             first = self.length
         if first >= len(self.tokens):
             return
-        pages = (len(self.tokens) - 1) // rows + 1 - first // rows
-        below = self.cache.rest_us[layer_idx - 1] + self.cache.mixer_us[SSM]
-        taken = self.cache.acquire(Kind.HIDDEN, layer_idx, pages, (len(self.tokens) - first) * below)
-        if taken is not None:
-            self.captures.hidden[layer_idx] = (first, taken)
+        end, share = len(self.tokens), self.cache.parting_share(layer_idx)
+        node = self._before(layer_idx)[-1] if self.length else None
+        if first < self.length and node is not None and set(node.children) - {levels[layer_idx].route}:
+            end, share = self.length, 1.0
+        below = sum(self.cache.mixer_us[SSM] + rest for rest in self.cache.rest_us[:layer_idx])
+        saved_us = share * (end - first) * below
+        pages = self.cache.acquire(Kind.HIDDEN, layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
+        if pages is not None:
+            self.captures.hidden[layer_idx] = (first, end, pages)
 
     def capture_states(self, layer_idx: int, resume: int) -> None:
         """Take pages for the states that an SSM layer passes behind `resume` tokens and that are worth keeping."""

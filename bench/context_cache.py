@@ -1,0 +1,223 @@
+"""The context cache (§6) against a conventional one and against none: the paper's Fig. 12, and what a hit costs.
+
+Shared articles with different questions come in random order, each request with a layout drawn as in Fig. 13, under a
+fixed cache capacity. Effective hit rate: token-layers that were not computed over all token-layers of the prompts;
+what was replayed or rebuilt counts as computed. Then: the same prompt twice, prefixes of every length, the cost of
+looking up and publishing, and Eq. 5 against least recently used over fixed traces.
+
+    python bench/context_cache.py [--quick] [--json] [--plot PNG] [--only fig12|warm|lengths|lookup|policy]
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from cache_traces import TRACES, hit_rates
+from common import Report, arguments, spread
+from layouts import draw_layouts
+
+from flexops import EngineConfig, FlexHybridConfig, FlexHybridModel
+from flexops.runtime import Engine, SamplingParams
+
+ARTICLE_TOKENS, QUESTION_TOKENS, QUESTIONS = 384, 16, 16
+CAPACITY_ARTICLES = 6.0  # of one layout each; the conventional cache then gets about 7% at 20 articles, as in the paper
+PARTS = ("fig12", "warm", "lengths", "lookup", "policy")
+
+
+def make_model(num_layers: int = 12) -> FlexHybridModel:
+    """Adaptive layers of a size that a CPU prefills at some thousand tokens/s."""
+    torch.manual_seed(0)
+    config = FlexHybridConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+    )
+    return FlexHybridModel(config).eval()
+
+
+def article_bytes(model: FlexHybridModel) -> int:
+    """KV or state of one article in every layer, half of the layers taking each route."""
+    config = model.config
+    kv = 2 * config.num_key_value_heads * config.head_dim * 4 * ARTICLE_TOKENS
+    state = config.d_inner * config.mamba_d_state * 4 + config.conv_dim * config.mamba_d_conv * 4
+    return config.num_hidden_layers * (kv + state) // 2
+
+
+def shared_articles(articles: int, seed: int) -> list[list[int]]:
+    """Prompts of articles, each with its questions, in random order."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(2, 4096) for _ in range(ARTICLE_TOKENS)] for _ in range(articles)]
+    prompts = [text + [rng.randrange(2, 4096) for _ in range(QUESTION_TOKENS)] for text in texts * QUESTIONS]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def serve(engine: Engine, prompts: list[list[int]], layouts: list[list[str]]) -> list[float]:
+    """Seconds to the first token of each prompt, one after another."""
+    times = []
+    for prompt, layout in zip(prompts, layouts, strict=True):
+        begin = time.perf_counter()
+        engine.add_request(prompt, SamplingParams(max_new_tokens=1), layout)
+        while engine.has_unfinished():
+            engine.step()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def make_engine(model: FlexHybridModel, cache: str | None, capacity: int | None = None) -> Engine:
+    config = EngineConfig(memory_bytes=1 << 30, context_cache=cache, cache_bytes=capacity, reuse_generated=False)
+    return Engine(model, config)
+
+
+def fig12(report: Report, model: FlexHybridModel) -> None:
+    """Hit rate and TTFT over the number of articles, for both caches."""
+    settings = (2, 8, 20) if report.options.quick else (2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
+    capacity = int(CAPACITY_ARTICLES * article_bytes(model))
+    rows, kinds = [], ("hybrid", "conventional")
+    for rising in (True, False):
+        for articles in settings if rising else settings[-1:]:
+            prompts = shared_articles(articles, seed=articles)
+            layouts = draw_layouts(model.config.num_hidden_layers, len(prompts), seed=articles, rising=rising)
+            engines = {kind: make_engine(model, kind, capacity) for kind in kinds}
+            times: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for prompt, layout in zip(prompts, layouts, strict=True):
+                for kind in kinds:
+                    times[kind] += serve(engines[kind], [prompt], [layout])
+            rates = [engines[kind].stats()["cache_hit_rate"] for kind in kinds]
+            ttft = [1e3 * statistics.fmean(times[kind]) for kind in kinds]
+            rows.append((f"{articles}{'' if rising else ' (flat draw)'}", *rates, *ttft, ttft[0] / ttft[1]))
+    columns = ("articles", "hit rate", "conventional", "TTFT ms", "conventional", "ratio")
+    report.table(f"Shared articles, {QUESTIONS} questions each, cache of {capacity / 1e6:.1f} MB", columns, rows)
+    swept = rows[:-1]
+    ours, theirs = (statistics.fmean(row[i] for row in swept) for i in (1, 2))
+    report.check("hit_rate_mean", ours, 0.434)
+    report.check("hit_rate_vs_conventional", ours / theirs, 2.5)
+    report.check("hit_rate_20_vs_conventional", swept[-1][1] / swept[-1][2], 3.4)
+    report.check("ttft_vs_conventional", statistics.fmean(row[5] for row in swept), 0.5, "lower")
+    names = ("articles", "hit_rate", "conventional_hit_rate", "ttft_ms", "conventional_ttft_ms", "ttft_ratio")
+    report.data["fig12"] = [dict(zip(names, row, strict=True)) for row in rows]
+    if report.options.plot:
+        plot(swept, report.options.plot)
+
+
+def plot(rows: list[tuple], path: Path) -> None:
+    """Fig. 12: hit rate and TTFT over the number of articles."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (rates, times) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    articles = [int(row[0]) for row in rows]
+    for axis, first, label in ((rates, 1, "effective hit rate"), (times, 3, "time to first token, ms")):
+        axis.plot(articles, [row[first] for row in rows], "o-", label="hybrid-aware")
+        axis.plot(articles, [row[first + 1] for row in rows], "s--", label="conventional")
+        axis.set(xlabel="articles", ylabel=label, ylim=(0, None))
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def warm(report: Report, model: FlexHybridModel) -> None:
+    """The same prompt twice: what the second one computes, and its time to first token."""
+    rng = random.Random(1)
+    layout = draw_layouts(model.config.num_hidden_layers, 1, rising=True)
+    ratios = []
+    for _ in range(3 if report.options.quick else 7):
+        prompt = [rng.randrange(2, 4096) for _ in range(2000)]
+        engine = make_engine(model, "hybrid")
+        cold, again = serve(engine, [prompt, prompt], layout * 2)
+        ratios.append(again / cold)
+        stats = engine.stats()
+        computed = stats["cache_looked_up_token_layers"] - stats["cache_saved_token_layers"]
+        assert computed == 2001 * model.config.num_hidden_layers, "the second prefill computes its last token alone"
+    report.check("warm_ttft_2000", statistics.median(ratios), 0.1, "lower", spread(ratios))
+
+
+def lengths(report: Report, model: FlexHybridModel) -> None:
+    """Prompts of every seventh length, then a prefix of each: the tokens that passed no layer again."""
+    rng = random.Random(2)
+    engine, missed, asked = make_engine(model, "hybrid"), 0, 0
+    for length in range(1, 301, 21 if report.options.quick else 7):
+        prompt = [rng.randrange(2, 4096) for _ in range(length)]
+        for shared in {length, 1 + rng.randrange(length)}:
+            engine.clear_cache()
+            for ids in (prompt, prompt[:shared]):
+                engine.add_request(ids, SamplingParams(max_new_tokens=1), "ssm")
+                while engine.has_unfinished():
+                    outputs = engine.step()
+            rows_full = outputs[-1].saved_token_layers
+            asked += 1
+            missed += outputs[-1].reused_layers < model.config.num_hidden_layers if shared > 1 else rows_full < 0
+    report.check("prefixes_reused", (asked - missed) / asked, 1.0)
+
+
+def lookup(report: Report, model: FlexHybridModel) -> None:
+    """Milliseconds of a lookup among 10,000 prefixes; lookup and publishing as a share of a cold prefill."""
+    rng = np.random.default_rng(0)
+    engine = make_engine(model, "hybrid")
+    cache = engine.cache
+    assert cache is not None
+    stem = rng.integers(2, 4096, 200).astype(np.int32)
+    prefixes = [np.concatenate([stem[: rng.integers(200)], rng.integers(2, 4096, 300)]).astype(np.int32)
+                for _ in range(10_000)]  # fmt: skip
+    for prefix in prefixes:
+        cache.pin(cache.insert(prefix))
+    order = rng.permutation(len(prefixes))[:1000]
+    begin = time.perf_counter()
+    for i in order:
+        cache.match(prefixes[i])
+    report.check("lookup_ms_10000", 1e3 * (time.perf_counter() - begin) / len(order), 1.0, "lower")
+    shares = []
+    layout = draw_layouts(model.config.num_hidden_layers, 1, rising=True)
+    sides: dict[str | None, Engine] = {kind: make_engine(model, kind) for kind in ("hybrid", None)}
+    for i in range(4 if report.options.quick else 12):
+        prompt = rng.integers(2, 4096, 512).tolist()
+        with_cache, without = (serve(side, [prompt], layout)[0] for side in sides.values())
+        if i:
+            shares.append(with_cache / without - 1)
+    report.check("lookup_and_publish_share", statistics.median(shares), 0.02, "lower", 0.0)
+    report.data["lookup_and_publish_shares"] = shares
+
+
+def policy(report: Report, model: FlexHybridModel) -> None:
+    """Hit rates of Eq. 5 and of least recently used eviction over seeded traces."""
+    rows = []
+    for name, trace in TRACES.items():
+        ours, lru = hit_rates(model, trace, quick=report.options.quick)
+        rows.append((name, ours, lru, ours - lru))
+    report.table("Eviction over fixed traces", ("trace", "Eq. 5", "LRU", "difference"), rows)
+    report.check("mean_vs_lru", statistics.fmean(row[3] for row in rows), 0.0)
+    report.check("worst_vs_lru", min(row[3] for row in rows), -0.01)
+    report.data["policy"] = [dict(zip(("trace", "hit_rate", "lru", "difference"), row, strict=True)) for row in rows]
+
+
+def main() -> None:
+    parser = arguments(__doc__, plot=True)
+    parser.add_argument("--only", choices=PARTS, action="append", help="run these parts alone")
+    report = Report("context_cache", parser)
+    model = make_model()
+    parts: dict[str, Callable[[Report, FlexHybridModel], None]] = {
+        "fig12": fig12, "warm": warm, "lengths": lengths, "lookup": lookup, "policy": policy,
+    }  # fmt: skip
+    for name in report.options.only or PARTS:
+        parts[name](report, model)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
