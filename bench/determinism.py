@@ -1,7 +1,8 @@
 """How many requests keep every bit of tokens and logits, whatever they share the engine with.
 
 Random requests (ragged prompts, greedy and sampled, adaptive, biased and forced layouts) run alone, then batched, with
-their prompts cut into slices, and in a pool so small that they are preempted. A request counts where its layout, its
+their prompts cut into slices, in a pool so small that they are preempted, and twice, the second time with their prompts
+cached. A request counts where its layout, its
 tokens and all its logits are equal to the last bit.
 
     python bench/determinism.py [--quick] [--json]
@@ -25,7 +26,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(num_hidden_layers=4, layers_without_ffn=[1]).to(dtype)
         asked = random_requests(model, count, longest=90, seed=11)
-        expected = [alone(model, a) for a in asked]
+        expected = [alone(model, a, context_cache=None) for a in asked]
         pages = [
             small_engine(model).tables.pages_for_all([-1] * 4, len(a.prompt) + a.params.max_new_tokens) for a in asked
         ]
@@ -33,16 +34,19 @@ def main() -> None:
         engines: dict[str, Engine] = {
             "batched": small_engine(model, memory_bytes=1 << 26),
             "sliced": small_engine(model, max_batched_tokens=29, decode_slowdown=None),
+            "cached": small_engine(model, memory_bytes=1 << 26),
             "preempted": small_engine(model, memory_bytes=(max(pages) + 20) * page_bytes),
         }
         for name, engine in engines.items():
-            value = fraction(asked, serve(engine, asked), expected)
+            twice = 2 if name == "cached" else 1
+            value = fraction(asked * twice, serve(engine, asked * twice), expected * twice)
             suffix = "" if dtype == torch.float32 else "_bf16"
             report.check(f"bit_equal_{name}{suffix}", value, 1.0)
             report.data[f"{name}_{dtype}"] = {
                 "requests": count,
                 "steps": engine.metrics.steps,
                 "preemptions": engine.scheduler.preemptions,
+                "cached_tokens": engine.stats()["cached_tokens"],
             }
     report.finish()
 

@@ -104,7 +104,10 @@ class Bench:
     def sides(self, dtype: torch.dtype) -> tuple[BambaForCausalLM, Engine]:
         if dtype not in self.models:
             model = make_bamba(dtype)
-            self.models[dtype] = (model, Engine(FlexHybridModel.from_model(model), EngineConfig(memory_bytes=2 << 30)))
+            self.models[dtype] = (
+                model,
+                Engine(FlexHybridModel.from_model(model), EngineConfig(memory_bytes=2 << 30, context_cache=None)),
+            )
         return self.models[dtype]
 
     def compare(

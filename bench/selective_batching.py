@@ -15,7 +15,7 @@ from common import Report, arguments, interleave
 from layouts import draw_layouts
 
 from flexops import EngineConfig, FlexHybridConfig, FlexHybridModel
-from flexops.runtime import Engine, SamplingParams
+from flexops.runtime import Engine, RequestOutput, SamplingParams
 
 TPOT_TARGET = 0.56  # the paper's -43.6%, averaged over batches from 8
 LONG_PROMPT = 4000
@@ -71,10 +71,13 @@ def inter_token_times(engine: Engine, decodes: int, steps: int) -> tuple[list[fl
 
     before = [timed_step() for _ in range(steps)]
     long_id = engine.add_request([j % 8000 for j in range(LONG_PROMPT)], SamplingParams(max_new_tokens=1))
-    during = []
-    while (long_id, 0) in engine._requests:
-        during.append(timed_step())
-    for request_id in {key[0] for key in engine._requests}:
+    during: list[float] = []
+    outputs: list[RequestOutput] = []
+    while not any(output.request_id == long_id and output.finished for output in outputs):
+        begin = time.perf_counter()
+        outputs = engine.step()
+        during.append(time.perf_counter() - begin)
+    for request_id in range(long_id):
         engine.abort(request_id)
     return before, during
 
@@ -83,8 +86,8 @@ def main() -> None:
     report = Report("selective_batching", arguments(__doc__, plot=True))
     quick = report.options.quick
     model = make_model()
-    selective = Engine(model, EngineConfig(memory_bytes=1 << 30))
-    static = Engine(model, EngineConfig(memory_bytes=1 << 30, selective_batching=False))
+    selective = Engine(model, EngineConfig(memory_bytes=1 << 30, context_cache=None))
+    static = Engine(model, EngineConfig(memory_bytes=1 << 30, context_cache=None, selective_batching=False))
     rounds, steps, prompt = (3, 6, 16) if quick else (5, 16, 64)
     batches = (2, 8, 32) if quick else (2, 4, 8, 16, 32, 64)
     rows, ratios, noises = [], {}, {}
@@ -112,13 +115,15 @@ def main() -> None:
     report.check("tpot_mean_from_b8", statistics.mean(r for b, r in ratios.items() if b >= 8), TPOT_TARGET, "lower")
 
     # fresh measurements of its own, so that the budget knows nothing of the batches above
-    engine = Engine(model, EngineConfig(memory_bytes=1 << 30))
+    engine = Engine(model, EngineConfig(memory_bytes=1 << 30, context_cache=None))
     inter_token_times(engine, decodes=8, steps=10)
     before, during = inter_token_times(engine, decodes=8, steps=40)
     ratio = statistics.median(during) / statistics.median(before)
     worst = statistics.quantiles(during, n=100)[98] / statistics.median(before)
     report.check("itl_during_long_prefill", ratio, 2.0, "lower")
-    whole = Engine(model, EngineConfig(memory_bytes=1 << 30, decode_slowdown=None, max_batched_tokens=1 << 20))
+    whole = Engine(
+        model, EngineConfig(memory_bytes=1 << 30, context_cache=None, decode_slowdown=None, max_batched_tokens=1 << 20)
+    )
     unsliced_before, unsliced = inter_token_times(whole, decodes=8, steps=20)
     unsliced_ratio = max(unsliced) / statistics.median(unsliced_before)
     report.data["inter_token"] = {

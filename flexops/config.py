@@ -153,6 +153,8 @@ class EngineConfig:
     comparison), None keeps nothing between requests. Never changes a result.
     cache_entries: "auto" keeps KV, states and layer inputs while there is room and lets their value decide what goes;
     "paper" keeps layer inputs and states and rebuilds KV from the inputs.
+    cache_eviction: "value" evicts what saves least per byte (Eq. 5), "lru" the least recently used (for comparison; the
+    conventional cache always does).
     cache_bytes: at most so much of the pool for the cache; None: all that running requests leave free.
     reuse_generated: keep what a request has generated too, for the next turn of a conversation. Its rows were computed
     one at a time; where that differs in bits from a prefill (on a GPU), False is the strict form.
@@ -168,6 +170,7 @@ class EngineConfig:
     selective_batching: bool = True
     context_cache: Literal["hybrid", "conventional"] | None = "hybrid"
     cache_entries: Literal["auto", "paper"] = "auto"
+    cache_eviction: Literal["value", "lru"] = "value"
     cache_bytes: int | None = None
     reuse_generated: bool = True
     check_integrity: bool = False
@@ -180,10 +183,12 @@ class EngineConfig:
             raise ValueError(f"decode_slowdown={self.decode_slowdown} must be above 1, or None for no limit")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be positive, or None for a share of the memory")
-        for name, allowed in (
-            ("context_cache", ("hybrid", "conventional", None)),
-            ("cache_entries", ("auto", "paper")),
-        ):
+        choices = {
+            "context_cache": ("hybrid", "conventional", None),
+            "cache_entries": ("auto", "paper"),
+            "cache_eviction": ("value", "lru"),
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: it must be one of {allowed}")
         if self.context_cache == "conventional" and self.cache_entries == "paper":

@@ -55,13 +55,15 @@ class RouteNode:
 
     depth: layers passed.  hidden: rows that enter layer `depth`.  gate: [span, gate_dim] fp32, their gate rows; they
     lie beside the pool (64 bytes per token and layer) and go with the node.  kv, states: what the layer before,
-    `depth - 1`, left, states by token count.  goal: where reuse that has come here had best go on to, see `Goal`.
+    `depth - 1`, left, states by token count.  heat: log2 of how often requests with these tokens and routes came, H in
+    Eq. 5.  goal: where reuse that has come here had best go on to, see `Goal`.  context: the outer node it belongs to.
     """
 
-    __slots__ = ("children", "depth", "gate", "goal", "hidden", "kv", "parent", "route", "states")
+    __slots__ = ("children", "context", "depth", "gate", "goal", "heat", "hidden", "kv", "parent", "route", "states")
 
-    def __init__(self, parent: "RouteNode | None" = None, route: int = -1) -> None:
-        self.parent, self.route = parent, route
+    def __init__(self, context: "ContextNode", parent: "RouteNode | None" = None, route: int = -1) -> None:
+        self.context, self.parent, self.route = context, parent, route
+        self.heat = float("-inf")
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, RouteNode] = {}
         self.gate: Tensor | None = None
@@ -71,27 +73,42 @@ class RouteNode:
         self.goal: Goal | None = None
 
     @property
-    def edge_pages(self) -> int:
-        """Pages of what the layer before has to start from behind all tokens of the node; 0 where it has nothing."""
+    def edge_pages(self) -> int | None:
+        """Pages of what the layer before has to start from behind all tokens of the node; None where it has nothing.
+
+        An SSM layer needs a state at the end of a known prefix alone; inside one (a node with others below) none.
+        """
         if self.kv is not None:
             return len(self.kv.pages)
-        return len(self.states[max(self.states)].pages) if self.states else 0
+        if self.states:
+            return len(self.states[max(self.states)].pages)
+        return 0 if self.route == SSM and self.context.children else None
 
     def update_goal(self, num_layers: int) -> None:
         """Bring `goal` up to date from here on up, after entries of this node or its heat have changed."""
         node: RouteNode | None = self
         while node is not None:
             own = [Goal(node.hidden.heat, node.depth, len(node.hidden.pages))] if node.hidden is not None else []
-            if node.depth == num_layers and (edge := node.kv or next(iter(node.states.values()), None)) is not None:
-                own.append(Goal(edge.heat, node.depth, 0))
+            if node.depth == num_layers and node.edge_pages is not None:
+                own.append(Goal(node.heat, node.depth, 0))
             for child in node.children.values():
-                if child.goal is not None and (pages := child.edge_pages):
+                if child.goal is not None and (pages := child.edge_pages) is not None:
                     own.append(Goal(child.goal.heat, child.goal.depth, child.goal.pages + pages))
             depth = node.depth
             goal = max(own, key=lambda g: g.worth(depth), default=None)
             if goal == node.goal and node is not self:
                 return
             node.goal, node = goal, node.parent
+
+    def prune(self) -> "RouteNode":
+        """Take this node and those above it out of the trie as far as they hold nothing; the lowest that stays."""
+        node = self
+        while node.parent is not None and not node.children and next(node.entries(), None) is None:
+            node.parent.children.pop(node.route, None)
+            node = node.parent
+        if node.parent is None and not node.children:
+            node.gate = None
+        return node
 
     def entries(self) -> "Iterator[Entry]":
         """Entries of this node alone."""
@@ -123,8 +140,11 @@ class ContextNode:
     start: int
     parent: "ContextNode | None"
     children: "dict[int, ContextNode]" = field(default_factory=dict)
-    root: RouteNode = field(default_factory=RouteNode)
+    root: RouteNode = field(init=False)
     pins: int = 0
+
+    def __post_init__(self) -> None:
+        self.root = RouteNode(self)
 
     @property
     def end(self) -> int:
@@ -216,8 +236,8 @@ class ContextCache:
     mode: "hybrid" reuses each layer by itself; "conventional" (for comparison) reuses a prefix only where every layer
     of one layout can start from it, keeps no HIDDEN and evicts whole contexts, least recently used first.
     keep: "auto" keeps KV, STATE and HIDDEN while there is room and lets Eq. 5 decide what goes; "paper" keeps HIDDEN
-    and STATE and rebuilds KV.  capacity_pages: at most so many pages.  token_us: per layer and route, microseconds
-    of one token, split into the mixer and the rest of the layer.
+    and STATE and rebuilds KV.  eviction: "value" by Eq. 5, "lru" by the last access; conventional is always the latter.
+    capacity_pages: at most so many pages.
     """
 
     def __init__(
@@ -226,12 +246,15 @@ class ContextCache:
         cost_model: CostModel,
         mode: Literal["hybrid", "conventional"],
         keep: Literal["auto", "paper"],
+        eviction: Literal["value", "lru"],
         capacity_pages: int,
         poison: bool = False,
     ) -> None:
         self.pool, self.mode, self.keep, self.poison = pool, mode, keep, poison
+        self.by_value = eviction == "value" and mode == "hybrid"
         self.capacity_pages = capacity_pages
         self.num_layers = cost_model.config.num_hidden_layers
+        self.matches, self.extensions = 1, 1  # lookups that found a prefix, and those that found all of an earlier one
         self.partings = np.ones(self.num_layers + 1)  # by depth, lookups whose layout left the known ones there
         self.hidden_tokens = 0 if mode == "conventional" else pool.layout.hidden_tokens
         self.root = ContextNode(np.empty(0, dtype=np.int32), 0, None)
@@ -251,7 +274,6 @@ class ContextCache:
 
         The node is cut there, so that it ends with the prefix.
         """
-        self.clock += 1
         node, length = self.root, 0
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
@@ -320,7 +342,7 @@ class ContextCache:
             return None
         heat, depth = heat_after_access(float("-inf"), self.clock), depth_factor(layer_idx, self.num_layers)
         worth = log_priority(heat, saved_us, depth, num_pages * self.pool.layout.page_bytes)
-        if self.mode == "conventional":
+        if not self.by_value:
             worth = float("inf")
         while self.pool.available < num_pages or self.num_pages + num_pages > self.capacity_pages:
             if not self._evict_one(below=worth - THRASH_MARGIN):
@@ -349,14 +371,17 @@ class ContextCache:
         gate_rows: dict[int, Tensor],
         captures: Captures,
         clock: int,
+        matched: int,
     ) -> None:
         """Store what a request that looked up at `clock` has computed for all tokens up to the end of `node`.
+
+        It had found a prefix of `matched` tokens.
 
         routes: of all layers.  kv_pages: int32 [num_layers, columns], the request's page tables.  gate_rows: by layer,
         rows of the whole prefix.  captures: the cache becomes a further owner of what the tree lacks.
         """
         for part in node.path():
-            self._publish_part(part, routes, kv_pages, gate_rows, captures, clock)
+            self._publish_part(part, routes, kv_pages, gate_rows, captures, clock, matched)
         self.trim()
         self._remove_if_empty(node)
 
@@ -368,6 +393,7 @@ class ContextCache:
         gate_rows: dict[int, Tensor],
         captures: Captures,
         clock: int,
+        matched: int,
     ) -> None:
         here, known, on_path = part.root, [], [part.root]
         for layer_idx, route in enumerate(routes):
@@ -379,7 +405,7 @@ class ContextCache:
                 columns = self._columns(Kind.HIDDEN, part.start, part.end)
                 pages = captured[2][columns.start - first : columns.stop - first]
                 here.hidden = self._add(Kind.HIDDEN, part, here, part.start, part.end, pages)
-            here = here.children.setdefault(route, RouteNode(here, route))
+            here = here.children.setdefault(route, RouteNode(part, here, route))
             on_path.append(here)
             if route == ATTENTION:
                 if here.kv is None and self.keep == "auto":
@@ -388,13 +414,21 @@ class ContextCache:
                 elif here.kv is not None:
                     known.append(here.kv)
                 continue
-            if part.end in here.states:
+            if part.end in here.states and part.end == matched:
                 known.append(here.states[part.end])
             for position, pages in captures.states.get(layer_idx, {}).items():
                 if part.start < position <= part.end and position not in here.states:
                     here.states[position] = self._add(Kind.STATE, part, here, part.start, position, pages)
         self.touch(known, clock)
+        here.prune()
+        above = part.parent.root if part.parent is not None else None
+        for passed in on_path:  # new ones are as hot as what they continue, as far as prefixes are continued at all
+            if above is not None and passed.parent is not None:
+                above = above.children.get(passed.route)
+            if passed.heat == float("-inf") and above is not None:
+                passed.heat = above.heat + math.log2(self.extensions / self.matches)
         for passed in reversed(on_path):
+            passed.heat = heat_after_access(passed.heat, clock)
             passed.update_goal(self.num_layers)
         for passed in on_path:
             for entry in passed.entries():
@@ -427,6 +461,10 @@ class ContextCache:
         upper.children[int(node.tokens[0])] = node
         for part in (upper, node):
             for here in reversed(list(part.root.subtree())):
+                here.prune()
+        self._remove_if_empty(node)
+        for part in (upper, node):
+            for here in reversed(list(part.root.subtree())):
                 here.update_goal(self.num_layers)
                 for entry in here.entries():
                     entry.start = max(entry.start, part.start)
@@ -434,7 +472,7 @@ class ContextCache:
         return upper
 
     def _split_routes(self, upper: ContextNode, target: RouteNode, source: RouteNode, cut: int) -> None:
-        start = upper.start
+        start, target.heat = upper.start, source.heat
         if source.gate is not None:
             target.gate, source.gate = source.gate[: cut - start].clone(), source.gate[cut - start :].clone()
         if source.hidden is not None:
@@ -446,10 +484,8 @@ class ContextCache:
             entry.node, entry.routes = upper, target
             target.states[position] = entry
         for route, child in source.children.items():
-            target.children[route] = RouteNode(target, route)
+            target.children[route] = RouteNode(upper, target, route)
             self._split_routes(upper, target.children[route], child, cut)
-        if not target.children and target.parent is not None and not any(True for _ in target.entries()):
-            del target.parent.children[target.route]
 
     def _split_span(self, entry: Entry, upper: ContextNode, routes: RouteNode, cut: int) -> Entry:
         """The rows before `cut` as an entry of their own; a page that holds rows of both gets a further owner."""
@@ -486,6 +522,8 @@ class ContextCache:
                 assert child.parent is node and child.start == node.end, "a context node out of place"
             assert node is self.root or node.children or node.pins or node.root.children, "an empty context node"
             for here in node.root.subtree():
+                empty = not here.children and next(here.entries(), None) is None
+                assert here is node.root or not empty, "a route node that holds nothing"
                 for entry in here.entries():
                     assert entry.node is node and entry.routes is here, "an entry out of place"
                     assert node.start <= entry.start < entry.end <= node.end, "an entry outside its node"
@@ -559,12 +597,8 @@ class ContextCache:
             here.hidden = None
         self._release(entry.pages)
         self.stats.evictions[entry.kind.value] += 1
-        while here.parent is not None and not here.children and next(here.entries(), None) is None:
-            del here.parent.children[here.route]
-            here = here.parent
+        here = here.prune()
         here.update_goal(self.num_layers)
-        if here.parent is None and not here.children:
-            here.gate = None
         # whatever it was a step for is worth less now
         for node in (*here.above(), *here.subtree()):
             for other in node.entries():
@@ -583,12 +617,12 @@ class ContextCache:
         self.pool.release([int(page) for page in pages], poison=self.poison)
 
     def _priority(self, entry: Entry) -> float:
-        """log2 of Eq. 5; in conventional mode the clock of the last access, so that the oldest context goes first.
+        """log2 of Eq. 5, or the clock of the last access where the least recently used goes first.
 
         What a layer starts from is of use only together with the layers below and up to the rows it leads to: they
         save together and take room together, and have one priority. Rows (HIDDEN) are counted by themselves.
         """
-        if self.mode == "conventional":
+        if not self.by_value:
             return float(entry.used_at)
         depth, node, tokens = depth_factor(entry.layer_idx, self.num_layers), entry.routes, entry.end - entry.start
         heat, pages = entry.heat, len(entry.pages)
@@ -601,15 +635,34 @@ class ContextCache:
         elif node.goal is None:
             saved_us = 0.0
         else:
+            if entry.kind is Kind.STATE:
+                tokens = entry.end - self._last_state(entry)
             saved_us = tokens * self._path_us(node, node.goal.depth)
             heat, pages = node.goal.heat, pages + node.goal.pages
             below_node = node.parent
             while below_node is not None and below_node.hidden is None:
-                pages += below_node.edge_pages
+                pages += below_node.edge_pages or 0
                 below_node = below_node.parent
         num_bytes = pages * self.pool.layout.page_bytes
         # of two equal ones the later tokens go first: the earlier ones are of no less use
         return log_priority(heat, saved_us, depth, num_bytes) - 1e-6 * entry.start
+
+    def _last_state(self, entry: Entry) -> int:
+        """Tokens of the nearest state of the same layer and routes before an entry, on the nodes above it."""
+        routes: list[int] = []
+        node: RouteNode | None = entry.routes
+        while node is not None and node.parent is not None:
+            routes.append(node.route)
+            node = node.parent
+        context = entry.node.parent
+        while context is not None and context.parent is not None:
+            here: RouteNode | None = context.root
+            for route in reversed(routes):
+                here = None if here is None else here.children.get(route)
+            if here is not None and here.states:
+                return max(here.states)
+            context = context.parent
+        return 0
 
     def _path_us(self, node: RouteNode, goal: int) -> float:
         """Microseconds per token that reuse saves by going on through a node to the layer `goal`, not stopping before.
@@ -617,7 +670,7 @@ class ContextCache:
         Before: at the nearest rows below, or behind the nearest layer that has nothing to start from.
         """
         below = node
-        while below.parent is not None and below.edge_pages:
+        while below.parent is not None and below.edge_pages is not None:
             below = below.parent
             if below.hidden is not None:
                 break

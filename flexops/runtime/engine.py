@@ -356,7 +356,8 @@ class Engine:
             cache.count_parting(progress.reuse.node, request.routes)
         node = cache.insert(request.tokens)
         tables = self.tables.kv_pages[:, request.slot]
-        cache.publish(node, request.routes, tables, progress.z, progress.reuse.captures, progress.reuse.clock)
+        reuse = progress.reuse
+        cache.publish(node, request.routes, tables, progress.z, reuse.captures, reuse.clock, reuse.length)
         progress.reuse.close()
         if self.executor.gate_table is not None:
             request.gate_rows = progress.z
@@ -380,7 +381,7 @@ class Engine:
         tokens = np.array([*request.prompt, *request.output[:-1]], dtype=np.int32)
         node = self.cache.insert(tokens)
         tables = self.tables.kv_pages[:, slot]
-        self.cache.publish(node, request.routes, tables, gates, captures, self.cache.clock)
+        self.cache.publish(node, request.routes, tables, gates, captures, self.cache.clock, length)
 
     def _score_row(self, request: Request, logits: Tensor) -> None:
         token = request.continuation[len(request.scores)]
@@ -489,7 +490,8 @@ def _make_cache(
             stacklevel=3,
         )
     cost_model = CostModel(model_config, dtype, DeviceSpeed.nominal())
-    return ContextCache(pool, cost_model, config.context_cache, config.cache_entries, capacity, config.check_integrity)
+    choices = config.context_cache, config.cache_entries, config.cache_eviction
+    return ContextCache(pool, cost_model, *choices, capacity, config.check_integrity)
 
 
 def _now_us() -> float:

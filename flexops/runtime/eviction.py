@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-HALF_LIFE = 256  # accesses of the cache in which the weight of an old access halves
+HALF_LIFE = 64  # accesses of the cache in which the weight of an old access halves
 
 
 def heat_after_access(heat: float, clock: int) -> float:

@@ -78,6 +78,9 @@ class PrefixReuse:
         """tokens: int32, the prompt.  most: at most so many of them are reused.  grid: states lie at multiples."""
         self.cache, self.tokens, self.grid = cache, tokens, grid
         self.node, self.length = cache.match(tokens[:most])
+        cache.clock += 1
+        cache.matches += self.length > 0
+        cache.extensions += self.length > 0 and not self.node.children
         self.clock = cache.clock
         cache.pin(self.node)
         self.captures = Captures()
