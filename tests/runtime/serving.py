@@ -17,7 +17,7 @@ class Asked:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    layout: str | None = None
+    layout: str | tuple[str, ...] | None = None
     gate_bias: float = 0.0
 
 
@@ -65,6 +65,16 @@ def serve(engine: Engine, asked: list[Asked]) -> list[Given]:
     engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
     return [given[i, 0] for i in ids]
+
+
+def run(engine: Engine, asked: list[Asked]) -> list[tuple[Given, RequestOutput]]:
+    """All requests together, to completion: what each gave, and its last output. What the cache holds stays."""
+    ids = [engine.add_request(a.prompt, a.params, a.layout, a.gate_bias) for a in asked]
+    given: dict[tuple[int, int], Given] = {}
+    last: dict[int, RequestOutput] = {}
+    while engine.has_unfinished():
+        last.update({output.request_id: output for output in collect(given, engine)})
+    return [(given[i, 0], last[i]) for i in ids]
 
 
 def alone(model: FlexHybridModel, asked: Asked, **changes: object) -> Given:
