@@ -8,179 +8,25 @@ else, so both are its key.
 Entries live in pages of the engine's pool that nobody else wants: a request that needs pages gets them first.
 """
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM
+from .cache_tree import NEVER, ContextNode, Entry, Goal, Kind, RouteNode, Use, common_prefix
 from .coordination import CostModel
-from .eviction import EvictionQueue, depth_factor, heat_after_access, log_priority
+from .eviction import EvictionQueue, depth_factor, retention_priority
 from .memory import PagePool
 
-THRASH_MARGIN = 1.0  # log2: a new entry has to be worth twice what it drives out
-
-
-class Kind(Enum):
-    """What an entry holds."""
-
-    KV = "kv"  # keys and values of the node's tokens in one attention layer
-    STATE = "state"  # SSM state and conv window of one layer after exactly `end` tokens
-    HIDDEN = "hidden"  # the rows of the node's tokens that enter a layer
-
-
-@dataclass(frozen=True)
-class Goal:
-    """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
-
-    heat: log2 of how often that is of use, H in Eq. 5.  pages: of all it takes, from the node that has the goal.
-    """
-
-    heat: float
-    depth: int
-    pages: int
-
-    def worth(self, depth: int) -> float:
-        """log2 of use per page for reuse that stands at a lower layer."""
-        return self.heat + math.log2(self.depth - depth + 0.5) - math.log2(self.pages + 1)
-
-
-class RouteNode:
-    """A node of the inner trie: the layers below have taken the routes on the way here.
-
-    depth: layers passed.  hidden: rows that enter layer `depth`.  gate: [span, gate_dim] fp32, their gate rows; they
-    lie beside the pool (64 bytes per token and layer) and go with the node.  kv, states: what the layer before,
-    `depth - 1`, left, states by token count.  heat: log2 of how often requests with these tokens and routes came, H in
-    Eq. 5.  goal: where reuse that has come here had best go on to, see `Goal`.  context: the outer node it belongs to.
-    """
-
-    __slots__ = ("children", "context", "depth", "gate", "goal", "heat", "hidden", "kv", "parent", "route", "states")
-
-    def __init__(self, context: "ContextNode", parent: "RouteNode | None" = None, route: int = -1) -> None:
-        self.context, self.parent, self.route = context, parent, route
-        self.heat = float("-inf")
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[int, RouteNode] = {}
-        self.gate: Tensor | None = None
-        self.hidden: Entry | None = None
-        self.kv: Entry | None = None
-        self.states: dict[int, Entry] = {}
-        self.goal: Goal | None = None
-
-    @property
-    def edge_pages(self) -> int | None:
-        """Pages of what the layer before has to start from behind all tokens of the node; None where it has nothing.
-
-        An SSM layer needs a state at the end of a known prefix alone; inside one (a node with others below) none.
-        """
-        if self.kv is not None:
-            return len(self.kv.pages)
-        if self.states:
-            return len(self.states[max(self.states)].pages)
-        return 0 if self.route == SSM and self.context.children else None
-
-    def update_goal(self, num_layers: int) -> None:
-        """Bring `goal` up to date from here on up, after entries of this node or its heat have changed."""
-        node: RouteNode | None = self
-        while node is not None:
-            own = [Goal(node.hidden.heat, node.depth, len(node.hidden.pages))] if node.hidden is not None else []
-            if node.depth == num_layers and node.edge_pages is not None:
-                own.append(Goal(node.heat, node.depth, 0))
-            for child in node.children.values():
-                if child.goal is not None and (pages := child.edge_pages) is not None:
-                    own.append(Goal(child.goal.heat, child.goal.depth, child.goal.pages + pages))
-            depth = node.depth
-            goal = max(own, key=lambda g: g.worth(depth), default=None)
-            if goal == node.goal and node is not self:
-                return
-            node.goal, node = goal, node.parent
-
-    def prune(self) -> "RouteNode":
-        """Take this node and those above it out of the trie as far as they hold nothing; the lowest that stays."""
-        node = self
-        while node.parent is not None and not node.children and next(node.entries(), None) is None:
-            node.parent.children.pop(node.route, None)
-            node = node.parent
-        if node.parent is None and not node.children:
-            node.gate = None
-        return node
-
-    def entries(self) -> "Iterator[Entry]":
-        """Entries of this node alone."""
-        yield from (entry for entry in (self.hidden, self.kv) if entry is not None)
-        yield from list(self.states.values())
-
-    def above(self) -> "Iterator[RouteNode]":
-        """The nodes on the way up, this one not among them."""
-        node = self.parent
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def subtree(self) -> "Iterator[RouteNode]":
-        """This node and all below it."""
-        yield self
-        for child in list(self.children.values()):
-            yield from child.subtree()
-
-
-@dataclass(eq=False)
-class ContextNode:
-    """A node of the outer tree: the tokens [start, start + len(tokens)) of every prefix that passes through it.
-
-    pins: prefills that count on its entries, or on those of a node below.
-    """
-
-    tokens: np.ndarray
-    start: int
-    parent: "ContextNode | None"
-    children: "dict[int, ContextNode]" = field(default_factory=dict)
-    root: RouteNode = field(init=False)
-    pins: int = 0
-
-    def __post_init__(self) -> None:
-        self.root = RouteNode(self)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-    def path(self) -> "list[ContextNode]":
-        """The nodes from the first tokens to this one, without the empty root."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-@dataclass(eq=False)
-class Entry:
-    """Something kept in pages. start, end: its tokens; a STATE stands after `end` tokens.
-
-    pages: those of KV or HIDDEN cover whole pages by absolute position, so the first may begin before `start`; those
-    of a STATE are the state's, then its conv window's.  heat: log2 of H in Eq. 5, see `heat_after_access`.
-    used_at: clock of the last access.
-    """
-
-    kind: Kind
-    node: ContextNode
-    routes: RouteNode
-    start: int
-    end: int
-    pages: np.ndarray
-    heat: float
-    used_at: int
-
-    @property
-    def layer_idx(self) -> int:
-        """The layer it saves work in."""
-        return self.routes.depth - (self.kind is not Kind.HIDDEN)
+# Later uses count from this much of the priority at which entries are being evicted. 1 forgets old popularity fastest
+# and was the best for conversations, 0 never does and was the best for shared articles (`bench/context_cache.py`).
+AGING = 0.98
 
 
 @dataclass(eq=False)
@@ -254,6 +100,7 @@ class ContextCache:
         self.by_value = eviction == "value" and mode == "hybrid"
         self.capacity_pages = capacity_pages
         self.num_layers = cost_model.config.num_hidden_layers
+        self.inflation = 0.0  # the priority at which entries are being evicted
         self.matches, self.extensions = 1, 1  # lookups that found a prefix, and those that found all of an earlier one
         self.partings = np.ones(self.num_layers + 1)  # by depth, lookups whose layout left the known ones there
         self.hidden_tokens = 0 if mode == "conventional" else pool.layout.hidden_tokens
@@ -303,9 +150,8 @@ class ContextCache:
         A request counts once.
         """
         for entry in entries:
-            if entry.used_at < clock:
-                entry.heat = heat_after_access(entry.heat, clock)
-                entry.used_at = clock
+            if entry.use.used_at < clock:
+                entry.use.count(clock, self.inflation)
                 self._queue.push(entry)
 
     def count_parting(self, node: ContextNode, routes: Sequence[int]) -> None:
@@ -340,12 +186,10 @@ class ContextCache:
         """
         if num_pages > self.capacity_pages:
             return None
-        heat, depth = heat_after_access(float("-inf"), self.clock), depth_factor(layer_idx, self.num_layers)
-        worth = log_priority(heat, saved_us, depth, num_pages * self.pool.layout.page_bytes)
-        if not self.by_value:
-            worth = float("inf")
+        depth, num_bytes = depth_factor(layer_idx, self.num_layers), num_pages * self.pool.layout.page_bytes
+        worth = self.inflation + retention_priority(1.0, saved_us, depth, num_bytes) if self.by_value else math.inf
         while self.pool.available < num_pages or self.num_pages + num_pages > self.capacity_pages:
-            if not self._evict_one(below=worth - THRASH_MARGIN):
+            if not self._evict_one(below=worth):
                 return None
         pages = np.array(self.pool.allocate(num_pages), dtype=np.int32)
         self._refs[pages] += 1
@@ -425,10 +269,10 @@ class ContextCache:
         for passed in on_path:  # new ones are as hot as what they continue, as far as prefixes are continued at all
             if above is not None and passed.parent is not None:
                 above = above.children.get(passed.route)
-            if passed.heat == float("-inf") and above is not None:
-                passed.heat = above.heat + math.log2(self.extensions / self.matches)
+            if passed.use.heat == NEVER and above is not None:
+                passed.use.heat = above.use.heat + math.log2(self.extensions / self.matches)
         for passed in reversed(on_path):
-            passed.heat = heat_after_access(passed.heat, clock)
+            passed.use.count(clock, self.inflation)
             passed.update_goal(self.num_layers)
         for passed in on_path:
             for entry in passed.entries():
@@ -439,8 +283,9 @@ class ContextCache:
         assert (pages >= 0).all(), "an entry without its pages"
         self.pool.share([int(page) for page in pages])
         self._refs[pages] += 1
-        heat = heat_after_access(float("-inf"), self.clock)
-        entry = Entry(kind, node, routes, start, end, pages.copy(), heat, self.clock)
+        use = Use()
+        use.count(self.clock, self.inflation)
+        entry = Entry(kind, node, routes, start, end, pages.copy(), use)
         self._queue.push(entry)
         return entry
 
@@ -472,7 +317,7 @@ class ContextCache:
         return upper
 
     def _split_routes(self, upper: ContextNode, target: RouteNode, source: RouteNode, cut: int) -> None:
-        start, target.heat = upper.start, source.heat
+        start, target.use = upper.start, dataclasses.replace(source.use)
         if source.gate is not None:
             target.gate, source.gate = source.gate[: cut - start].clone(), source.gate[cut - start :].clone()
         if source.hidden is not None:
@@ -495,7 +340,7 @@ class ContextCache:
         both = head[first:]
         self.pool.share([int(page) for page in both])
         self._refs[both] += 1
-        made = Entry(entry.kind, upper, routes, entry.start, cut, head.copy(), entry.heat, entry.used_at)
+        made = Entry(entry.kind, upper, routes, entry.start, cut, head.copy(), dataclasses.replace(entry.use))
         entry.pages, entry.start = entry.pages[first:].copy(), cut
         self._queue.push(made)
         return made
@@ -578,9 +423,11 @@ class ContextCache:
             self._queue.push(entry)
         if found is None:
             return False
+        if self.by_value:
+            self.inflation = max(self.inflation, AGING * self._priority(found))
         if self.mode == "conventional":
             for entry in [e for part in found.node.root.subtree() for e in part.entries()]:
-                if entry is not found and entry.used_at == found.used_at:
+                if entry is not found and entry.use.used_at == found.use.used_at:
                     self._drop(entry)
         self._drop(found)
         self._remove_if_empty(found.node)
@@ -617,15 +464,16 @@ class ContextCache:
         self.pool.release([int(page) for page in pages], poison=self.poison)
 
     def _priority(self, entry: Entry) -> float:
-        """log2 of Eq. 5, or the clock of the last access where the least recently used goes first.
+        """Eq. 5, counted from `base`, or the clock of the last access where the least recently used goes first.
 
         What a layer starts from is of use only together with the layers below and up to the rows it leads to: they
         save together and take room together, and have one priority. Rows (HIDDEN) are counted by themselves.
         """
         if not self.by_value:
-            return float(entry.used_at)
+            return float(entry.use.used_at)
         depth, node, tokens = depth_factor(entry.layer_idx, self.num_layers), entry.routes, entry.end - entry.start
-        heat, pages = entry.heat, len(entry.pages)
+        use: Use | Goal = entry.use
+        pages = len(entry.pages)
         if entry.kind is Kind.HIDDEN:
             saved_us = tokens * self._path_us(node, node.depth)
         elif entry.kind is Kind.STATE and entry.end < max(node.states, default=0):
@@ -638,14 +486,14 @@ class ContextCache:
             if entry.kind is Kind.STATE:
                 tokens = entry.end - self._last_state(entry)
             saved_us = tokens * self._path_us(node, node.goal.depth)
-            heat, pages = node.goal.heat, pages + node.goal.pages
+            use, pages = node.goal, pages + node.goal.pages
             below_node = node.parent
             while below_node is not None and below_node.hidden is None:
                 pages += below_node.edge_pages or 0
                 below_node = below_node.parent
         num_bytes = pages * self.pool.layout.page_bytes
         # of two equal ones the later tokens go first: the earlier ones are of no less use
-        return log_priority(heat, saved_us, depth, num_bytes) - 1e-6 * entry.start
+        return use.base + retention_priority(use.hits, saved_us, depth, num_bytes) * (1 - 1e-6 * entry.start)
 
     def _last_state(self, entry: Entry) -> int:
         """Tokens of the nearest state of the same layer and routes before an entry, on the nodes above it."""
@@ -687,10 +535,3 @@ class ContextCache:
             assert node.parent is not None
             node, without = node.parent, False
         return cost
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading elements two arrays share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n

@@ -1,4 +1,8 @@
-"""Which cache entry goes first: retention priority P = H * R * D / M (Eq. 5, §6.2), in a heap with lazy corrections."""
+"""Which cache entry goes first: retention priority P = H * R * D / M (Eq. 5, §6.2), in a heap with lazy corrections.
+
+Frequency alone would keep what was popular once. So P counts from the priority at which entries were being evicted when
+the entry was last used (GreedyDual-Size-Frequency): whatever is not used again is overtaken in the end.
+"""
 
 import heapq
 import math
@@ -7,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-HALF_LIFE = 64  # accesses of the cache in which the weight of an old access halves
+HALF_LIFE = 128  # accesses of the cache in which the weight of an old access halves
 
 
 def heat_after_access(heat: float, clock: int) -> float:
@@ -26,9 +30,14 @@ def depth_factor(depth: int, num_layers: int) -> float:
     return 1 - 0.5 * depth / max(1, num_layers - 1)
 
 
-def log_priority(heat: float, saved_us: float, depth: float, num_bytes: int) -> float:
-    """log2 P of Eq. 5 from log2 H, R in microseconds, D and M in bytes."""
-    return heat + math.log2(max(saved_us, 1e-6)) + math.log2(depth) - math.log2(num_bytes)
+def hits_at(heat: float, clock: int) -> float:
+    """The decayed access frequency H as it stands at `clock`."""
+    return 2.0 ** (heat - clock / HALF_LIFE)
+
+
+def retention_priority(hits: float, saved_us: float, depth: float, num_bytes: int) -> float:
+    """P of Eq. 5 from H, R in microseconds, D and M in bytes."""
+    return hits * saved_us * depth / num_bytes
 
 
 class EvictionQueue(Generic[T]):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM
-from .context_cache import Captures, ContextCache, ContextNode, Entry, Kind, RouteNode
+from .cache_tree import ContextNode, Entry, Kind, RouteNode
+from .context_cache import Captures, ContextCache
 
 REFILL_COST = 0.4  # of a row through a mixer alone, where a row through the whole layer costs 1
 MOST_STARTS = 6  # token counts that a plan considers to start from

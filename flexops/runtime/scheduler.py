@@ -6,7 +6,8 @@ import numpy as np
 
 from ..config import EngineConfig
 from .batch import PrefillSlice
-from .context_cache import ContextCache, common_prefix
+from .cache_tree import common_prefix
+from .context_cache import ContextCache
 from .prefix_reuse import PrefixReuse
 from .request import Request, Status
 from .tables import RequestTables

@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from flexops.runtime.eviction import HALF_LIFE, EvictionQueue, depth_factor, heat_after_access, log_priority
+from flexops.runtime.eviction import (
+    HALF_LIFE,
+    EvictionQueue,
+    depth_factor,
+    heat_after_access,
+    hits_at,
+    retention_priority,
+)
 
 NEVER = float("-inf")
 
@@ -56,15 +63,14 @@ def test_depth_factor_falls_from_one_to_a_half() -> None:
     ("frequency", "saved_us", "depth", "num_bytes"),
     [(1.0, 1.0, 1.0, 1), (3.0, 250.0, 0.75, 6144), (0.125, 1e6, 0.5, 1 << 30), (40.0, 0.5, 0.9, 2048)],
 )
-def test_log_priority_is_log2_of_eq_5(frequency: float, saved_us: float, depth: float, num_bytes: int) -> None:
-    expected = math.log2(frequency * saved_us * depth / num_bytes)
-    assert log_priority(math.log2(frequency), saved_us, depth, num_bytes) == pytest.approx(expected, abs=1e-12)
+def test_priority_is_eq_5(frequency: float, saved_us: float, depth: float, num_bytes: int) -> None:
+    assert retention_priority(frequency, saved_us, depth, num_bytes) == frequency * saved_us * depth / num_bytes
 
 
-def test_an_entry_that_saves_nothing_has_the_lowest_priority_and_no_error() -> None:
-    nothing = log_priority(100.0, 0.0, 1.0, 1)
-    assert nothing == pytest.approx(100 + math.log2(1e-6))
-    assert nothing < log_priority(100.0, 1e-3, 1.0, 1)
+def test_hits_decay_from_the_last_access_on() -> None:
+    heat = heat_after_access(heat_after_access(NEVER, 5 * HALF_LIFE), 6 * HALF_LIFE)
+    assert hits_at(heat, 6 * HALF_LIFE) == pytest.approx(1.5)
+    assert hits_at(heat, 8 * HALF_LIFE) == pytest.approx(0.375)
 
 
 class Worth:

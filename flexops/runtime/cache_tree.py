@@ -1,0 +1,218 @@
+"""The two-level tree of the context cache: prefixes of tokens outside, routes inside, entries per layer (§6.1)."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from torch import Tensor
+
+from ..kernels import SSM
+from .eviction import heat_after_access, hits_at
+
+NEVER = float("-inf")  # heat before the first access
+
+
+class Kind(Enum):
+    """What an entry holds."""
+
+    KV = "kv"  # keys and values of the node's tokens in one attention layer
+    STATE = "state"  # SSM state and conv window of one layer after exactly `end` tokens
+    HIDDEN = "hidden"  # the rows of the node's tokens that enter a layer
+
+
+@dataclass
+class Use:
+    """When and how often something was used. heat: see `heat_after_access`.  used_at: clock of the last time.
+
+    base: the priority at which entries were being evicted then.
+    """
+
+    heat: float = NEVER
+    used_at: int = -1
+    base: float = 0.0
+
+    def count(self, clock: int, base: float) -> None:
+        """One more use."""
+        self.heat, self.used_at, self.base = heat_after_access(self.heat, clock), clock, base
+
+    @property
+    def hits(self) -> float:
+        """H of Eq. 5 at the last use."""
+        return hits_at(self.heat, self.used_at)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
+
+    hits: how often that is of use, H in Eq. 5.  base: see `Use`.  pages: of all it takes, from the node that has it.
+    """
+
+    hits: float
+    base: float
+    depth: int
+    pages: int
+
+    def worth(self, depth: int) -> float:
+        """Use per page for reuse that stands at a lower layer."""
+        return self.hits * (self.depth - depth + 0.5) / (self.pages + 1)
+
+
+class RouteNode:
+    """A node of the inner trie: the layers below have taken the routes on the way here.
+
+    depth: layers passed.  hidden: rows that enter layer `depth`.  gate: [span, gate_dim] fp32, their gate rows; they
+    lie beside the pool (64 bytes per token and layer) and go with the node.  kv, states: what the layer before,
+    `depth - 1`, left, states by token count.  use: by requests with these tokens and routes.  goal: where reuse that
+    has come here had best go on to, see `Goal`.  context: the outer node it belongs to.
+    """
+
+    __slots__ = ("children", "context", "depth", "gate", "goal", "hidden", "kv", "parent", "route", "states", "use")
+
+    def __init__(self, context: "ContextNode", parent: "RouteNode | None" = None, route: int = -1) -> None:
+        self.context, self.parent, self.route = context, parent, route
+        self.use = Use()
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[int, RouteNode] = {}
+        self.gate: Tensor | None = None
+        self.hidden: Entry | None = None
+        self.kv: Entry | None = None
+        self.states: dict[int, Entry] = {}
+        self.goal: Goal | None = None
+
+    @property
+    def edge_pages(self) -> int | None:
+        """Pages of what the layer before has to start from behind all tokens of the node; None where it has nothing.
+
+        An SSM layer needs a state at the end of a known prefix alone; inside one it is enough that a node below has it.
+        """
+        if self.kv is not None:
+            return len(self.kv.pages)
+        if self.states:
+            return len(self.states[max(self.states)].pages)
+        return 0 if self.route == SSM and self._state_below() else None
+
+    def _state_below(self) -> bool:
+        """Whether a longer prefix has a state of the same layer and routes."""
+        routes: list[int] = []
+        node: RouteNode | None = self
+        while node is not None and node.parent is not None:
+            routes.append(node.route)
+            node = node.parent
+        contexts = list(self.context.children.values())
+        while contexts:
+            context = contexts.pop()
+            here: RouteNode | None = context.root
+            for route in reversed(routes):
+                here = None if here is None else here.children.get(route)
+            if here is not None and here.states:
+                return True
+            contexts.extend(context.children.values())
+        return False
+
+    def update_goal(self, num_layers: int) -> None:
+        """Bring `goal` up to date from here on up, after entries of this node or its use have changed."""
+        node: RouteNode | None = self
+        while node is not None:
+            own = []
+            if (rows := node.hidden) is not None:
+                own.append(Goal(rows.use.hits, rows.use.base, node.depth, len(rows.pages)))
+            if node.depth == num_layers and node.edge_pages is not None:
+                own.append(Goal(node.use.hits, node.use.base, node.depth, 0))
+            for child in node.children.values():
+                if child.goal is not None and (pages := child.edge_pages) is not None:
+                    own.append(dataclasses.replace(child.goal, pages=child.goal.pages + pages))
+            depth = node.depth
+            goal = max(own, key=lambda g: g.worth(depth), default=None)
+            if goal == node.goal and node is not self:
+                return
+            node.goal, node = goal, node.parent
+
+    def prune(self) -> "RouteNode":
+        """Take this node and those above it out of the trie as far as they hold nothing; the lowest that stays."""
+        node = self
+        while node.parent is not None and not node.children and next(node.entries(), None) is None:
+            node.parent.children.pop(node.route, None)
+            node = node.parent
+        if node.parent is None and not node.children:
+            node.gate = None
+        return node
+
+    def entries(self) -> "Iterator[Entry]":
+        """Entries of this node alone."""
+        yield from (entry for entry in (self.hidden, self.kv) if entry is not None)
+        yield from list(self.states.values())
+
+    def above(self) -> "Iterator[RouteNode]":
+        """The nodes on the way up, this one not among them."""
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> "Iterator[RouteNode]":
+        """This node and all below it."""
+        yield self
+        for child in list(self.children.values()):
+            yield from child.subtree()
+
+
+@dataclass(eq=False)
+class ContextNode:
+    """A node of the outer tree: the tokens [start, start + len(tokens)) of every prefix that passes through it.
+
+    pins: prefills that count on its entries, or on those of a node below.
+    """
+
+    tokens: np.ndarray
+    start: int
+    parent: "ContextNode | None"
+    children: "dict[int, ContextNode]" = field(default_factory=dict)
+    root: RouteNode = field(init=False)
+    pins: int = 0
+
+    def __post_init__(self) -> None:
+        self.root = RouteNode(self)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def path(self) -> "list[ContextNode]":
+        """The nodes from the first tokens to this one, without the empty root."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(eq=False)
+class Entry:
+    """Something kept in pages. start, end: its tokens; a STATE stands after `end` tokens.
+
+    pages: those of KV or HIDDEN cover whole pages by absolute position, so the first may begin before `start`; those
+    of a STATE are the state's, then its conv window's.
+    """
+
+    kind: Kind
+    node: ContextNode
+    routes: RouteNode
+    start: int
+    end: int
+    pages: np.ndarray
+    use: Use
+
+    @property
+    def layer_idx(self) -> int:
+        """The layer it saves work in."""
+        return self.routes.depth - (self.kind is not Kind.HIDDEN)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading elements two arrays share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
