@@ -132,7 +132,7 @@ def make_coordinator(
         logger.warning("branches run one after the other: no CUDA streams (%s)", error)
         return None
     partitions = None
-    if coordination is True:
+    if coordination != "streams":
         try:
             partitions = SMPartitions(torch.cuda.current_device() if device.index is None else device.index)
         except PartitionUnavailable as reason:
@@ -144,7 +144,7 @@ def make_coordinator(
         ]
     splits = [] if partitions is None else partitions.splits
     cost = CostModel.of(config, dtype, device)
-    return BranchCoordinator(cost, coordination is True, splits, streams, num_sms, fork_join_us, partitions)
+    return BranchCoordinator(cost, coordination != "streams", splits, streams, num_sms, fork_join_us, partitions)
 
 
 def _fork_join_us(streams: StreamPair, repeats: int = 50) -> float:

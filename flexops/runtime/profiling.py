@@ -74,7 +74,8 @@ class BranchLoad:
 def terms(route: int, load: BranchLoad, config: FlexHybridConfig) -> np.ndarray:
     """The terms of Table 1 for one branch: fp64 [k], each of which takes time in proportion.
 
-    A constant for the layer, for having decodes, for having prefills; L d^2 in multiply-adds of the projections, in the
+    A constant for the layer, for having decodes, for having prefills, for one row alone (matrix libraries take another
+    path then); L d^2 in multiply-adds of the projections, in the
     segments of ROW_KNOTS; ranges that prefill; then attention's requests that decode, L^2 d (pairs) and r d (keys, of
     prefills and of decodes), or the SSM's L d_s and d_s. Multiply-adds are in millions.
     """
@@ -92,7 +93,7 @@ def terms(route: int, load: BranchLoad, config: FlexHybridConfig) -> np.ndarray:
         requests = [prefills]
         core = [load.prefill_tokens * state, load.num_decodes * state]
     products = [weights * segment / 1e6 for segment in rows]
-    launches = [1.0, float(load.num_decodes > 0), float(prefills > 0)]
+    launches = [1.0, float(load.num_decodes > 0), float(prefills > 0), float(tokens == 1)]
     return np.array([*launches, *products, *requests, *(c / 1e6 for c in core)])
 
 

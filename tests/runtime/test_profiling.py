@@ -34,14 +34,14 @@ def test_what_a_load_counts():
 def test_terms_of_table_1():
     load = BranchLoad.of(decodes=[9, 99], prefills=[(38, 0)])
     products = 512 * 64 * 20 / 1e6  # a row of q, k, v and output projections
-    expected = [1, 1, 1, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
+    expected = [1, 1, 1, 0, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
     pairs, heads = 38 * 39 / 2, 8 * 64 / 1e6
     assert terms(ATTENTION, load, CONFIG) == pytest.approx([*expected, 2, pairs * heads, 38 * heads, 110 * heads])
     products, state = 512 * (2 * 1024 + 1280 + 16) / 1e6, 1024 * 128 / 1e6
-    expected = [1, 1, 1, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
+    expected = [1, 1, 1, 0, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
     assert terms(SSM, load, CONFIG) == pytest.approx([*expected, 38 * state, 2 * state])
-    assert terms(SSM, BranchLoad.of(decodes=[5]), CONFIG)[:3].tolist() == [1, 1, 0]
-    assert terms(SSM, BranchLoad.of(prefills=[(5, 0)]), CONFIG)[:3].tolist() == [1, 0, 1]
+    assert terms(SSM, BranchLoad.of(decodes=[5]), CONFIG)[:4].tolist() == [1, 1, 0, 1]
+    assert terms(SSM, BranchLoad.of(prefills=[(5, 0)]), CONFIG)[:4].tolist() == [1, 0, 1, 0]
 
 
 def test_non_negative_least_squares_by_hand():
@@ -67,7 +67,7 @@ def made_up(route: int, noise: float = 0.0, seed: int = 0) -> tuple[list[Sample]
     """Samples of a branch whose terms cost what they cost, with relative noise, and these costs."""
     rng = np.random.default_rng(seed)
     size = len(terms(route, LOADS[0], CONFIG))
-    true = rng.uniform(0.5, 2.0, size) * [30, 10, 12, *[5] * 6, 3, *[40] * (size - 10)]
+    true = rng.uniform(0.5, 2.0, size) * [30, 10, 12, 9, *[5] * 6, 3, *[40] * (size - 11)]
     times = [terms(route, load, CONFIG) @ true * np.exp(noise * rng.normal()) for load in LOADS]
     return [Sample(route, load, float(us), spread=noise) for load, us in zip(LOADS, times, strict=True)], true
 
@@ -104,8 +104,8 @@ def test_noise_of_the_samples_bounds_the_error(noise):
 
 def test_too_few_samples_are_refused():
     samples, _ = made_up(SSM)
-    with pytest.raises(ValueError, match="15 samples of ssm are too few to fit 12 terms: measure more"):
-        fit(samples[:15], CONFIG, {})
+    with pytest.raises(ValueError, match="16 samples of ssm are too few to fit 13 terms: measure more"):
+        fit(samples[:16], CONFIG, {})
 
 
 def test_stored_and_loaded_for_the_same_model_alone(tmp_path):
