@@ -21,6 +21,7 @@ from ..models.layout import Layout, layout_routes, layout_strip
 from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
 from .batch import PrefillSlice
+from .branches import make_coordinator
 from .executor import Executor
 from .memory import PageLayout, PagePool
 from .metrics import Metrics, decode_flops
@@ -62,7 +63,8 @@ class Engine:
         slots = self.config.max_num_requests
         self.tables = RequestTables(num_layers, slots, self.pool, self.config.check_integrity)
         self.scheduler = Scheduler(self.config, self.tables, num_layers)
-        self.executor = Executor(packed, self.pool, self.tables)
+        coordinator = make_coordinator(self.config.coordination, model.config, dtype, device)
+        self.executor = Executor(packed, self.pool, self.tables, coordinator)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
         self.slice_budget = SliceBudget(self.config)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flexops import EngineConfig
 from flexops.kernels import cpu
 from flexops.models.packed import PackedModel
 from flexops.runtime import branches
@@ -18,6 +19,7 @@ from flexops.runtime.measuring import BranchRunner
 from flexops.runtime.partition import PartitionUnavailable
 from flexops.runtime.profiling import BranchLoad
 from tests import tiny
+from tests.runtime.serving import random_requests, serve, small_engine
 
 CUDA = torch.device("cuda", 0)
 
@@ -155,6 +157,28 @@ def test_the_streams_of_the_split_that_was_planned(model, log, monkeypatch):
     monkeypatch.setattr(made, "plan", lambda *_: BranchPlan("partition", 5, 1.0))
     run_both(model, LOADS["both"], made)
     assert [entry for entry in log if entry.startswith("enter")] == ["enter 96/32 a", "enter 96/32 b"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("splits", [[], feasible_splits(132)], ids=["streams", "partition"])
+def test_an_engine_with_a_coordinator_gives_the_same_bits(log, splits, fused):
+    model = tiny.make_model()
+    asked = random_requests(model, 12, seed=5)
+    expected = serve(small_engine(model), asked)
+    engine = small_engine(model)
+    assert engine.executor.coordinator is None, "a CPU has nothing to coordinate"
+    engine.executor.coordinator = coordinator(engine.executor.model, log, fused, splits)
+    for ours, theirs in zip(serve(engine, asked), expected, strict=True):
+        assert ours.same_bits(theirs)
+    forks = sum(entry.startswith("main records") for entry in log)
+    assert forks > (1 if fused else 10)
+
+
+def test_coordination_is_checked():
+    for setting in (True, False, "streams"):
+        assert EngineConfig(coordination=setting).coordination == setting
+    with pytest.raises(ValueError, match="coordination='greencontext' must be True, False or 'streams'"):
+        EngineConfig(coordination="greencontext")
 
 
 # --- what falls back to what ----------------------------------------------------------------------------------
