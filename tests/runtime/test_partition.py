@@ -28,8 +28,10 @@ for line in sys.stdin:
     try:
         made = SMPartitions(*asked["arguments"])
         answer = {"splits": made.splits, "streams": made.streams, "num_sms": made.num_sms}
-        made.close()
-        made.close()
+        if asked["close"]:
+            made.close()
+            made.close()
+        del made
     except PartitionUnavailable as reason:
         answer = {"reason": str(reason)}
     print(json.dumps(answer), flush=True)
@@ -68,12 +70,13 @@ class Process:
         self.process = subprocess.Popen(command, env=environment, cwd=HERE.parents[1], **pipes)
         self.traces, self.asked = traces, 0
 
-    def __call__(self, *arguments: int, **fake: object) -> tuple[dict, list[tuple[str, str, int]]]:
-        """What came of SMPartitions(*arguments) and its close, and the calls as (name, handle, count)."""
+    def __call__(self, *arguments: int, close: bool = True, **fake: object) -> tuple[dict, list[tuple[str, str, int]]]:
+        """What came of SMPartitions(*arguments), and the calls as (name, handle, count), with those of its close."""
         self.asked += 1
         trace = self.traces / f"trace{self.asked}"
         trace.write_text("")
-        asked = {"arguments": arguments or (0,), "environment": variables({"trace": trace, **fake})}
+        environment = variables({"trace": trace, **fake})
+        asked = {"arguments": arguments or (0,), "close": close, "environment": environment}
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
@@ -136,6 +139,13 @@ def test_seven_splits_of_128_of_132_sms(wiring):
 def test_other_devices_and_granularities(wiring, sms, granularity, splits):
     made, calls = wiring(0, granularity, sms=sms)
     assert made["splits"] == splits and left_open(calls) == []
+
+
+@needs_bindings
+def test_partitions_that_nobody_closes_are_closed_when_they_go(wiring):
+    made, calls = wiring(close=False)
+    assert len(made["splits"]) == 7 and left_open(calls) == []
+    assert [name for name, _, _ in calls][-28:] == ["-stream"] * 14 + ["-context"] * 14
 
 
 @needs_bindings
