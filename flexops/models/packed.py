@@ -68,13 +68,13 @@ class PackedAttention:
         self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
     ) -> Tensor:
         """u: [T, hidden_size] compact rows -> [T, hidden_size]; this batch's keys and values enter kv_cache."""
-        q = self.project(u, batch, cos_sin, kv_cache, ops)
+        q = self.append(u, batch, cos_sin, kv_cache, ops)
         return self.out(self.attend(q, batch, kv_cache, ops).flatten(1))
 
-    def project(
+    def append(
         self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
     ) -> Tensor:
-        """The rotated queries [T, num_heads, head_dim]; keys and values enter kv_cache."""
+        """Keys and values of u [T, hidden_size] into kv_cache; returns the rotated queries [T, num_heads, head_dim]."""
         heads = self.qkv(u).unflatten(1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping)

@@ -76,7 +76,7 @@ class BranchCoordinator:
         """
         n = attention_load.tokens
         kv_cache, state_cache, conv_cache = pool.kv_cache, pool.state_cache, pool.conv_cache
-        q = attention.project(u[:n], attention_batch, cos_sin, kv_cache, ops)
+        q = attention.append(u[:n], attention_batch, cos_sin, kv_cache, ops)
         z, xBC, dt = ssm.project(u[n:])
 
         def attend() -> Tensor:

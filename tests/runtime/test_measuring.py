@@ -34,7 +34,7 @@ def attention_by_hand(model, runner, load, hidden):
     """The branch's results from its projections, with torch's own attention over the keys in the pool."""
     branch, batch = model.layers[0].attention, runner._attention_batch(load)
     branch(hidden, batch, model.cos_sin, runner.pool.kv_cache, runner.ops)
-    q = branch.project(hidden, batch, model.cos_sin, runner.pool.kv_cache, runner.ops)
+    q = branch.append(hidden, batch, model.cos_sin, runner.pool.kv_cache, runner.ops)
     rows = []
     for r, (start, end) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)):
         context = int(batch.context_lens[r])
