@@ -331,7 +331,7 @@ class Example:
 
 KINDS = ("pairs", "copy", "passage")
 PAIR_STYLES = ("complete", "ask", "brief")
-SAID_WORDS = 200  # different words in answers; a key may be any word of the list, but one that is said must be learned
+EASY_WORDS = 100  # different words in small examples
 
 
 class TaskSampler:
@@ -344,6 +344,9 @@ class TaskSampler:
         weights = np.array([corpus.weights.get(s, 1.0) for s in self.sources])
         self.weights = weights / weights.sum()
         self.salt = int(split != "train")
+        # Words of one token each: looking up is then one step of attention, which a model this small does learn.
+        encode = corpus.tokenizer.encode
+        self.words = [word for word in corpus.words if len(encode(f" {word}")) == 1]
 
     def rng(self, *index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, self.salt, *index])
@@ -363,20 +366,21 @@ class TaskSampler:
         follow_ups: int = 0,
         num_words: int | None = None,
     ) -> Example:
-        """`key: value` lines or sentences, then a question about one key: 4 to 24 pairs."""
+        """`- key: value` lines or sentences, then a question about one key: 4 to 24 pairs."""
         count = count or int(rng.integers(4, 25))
         style = style or str(rng.choice(PAIR_STYLES, p=[0.4, 0.4, 0.2]))
-        keys, values = self._words(rng, count, num_words), [self._value(rng) for _ in range(count)]
+        words = self._words(rng, 2 * count, num_words)
+        keys, values = words[:count], [self._value(rng, word) for word in words[count:]]
         asked = rng.permutation(count)[: 1 + follow_ups]
         if style == "ask":
             prompt = " ".join(f"The {k} is {v}." for k, v in zip(keys, values, strict=True)) + "\n"
             questions = [f"\nWhat is the {keys[i]}?" for i in asked]
         else:
-            prompt = "".join(f"{k}: {v}\n" for k, v in zip(keys, values, strict=True))
-            questions = [f"\n{keys[i]}:" if style == "complete" else f"\nWhat is {keys[i]}?" for i in asked]
+            prompt = "".join(f"- {k}: {v}\n" for k, v in zip(keys, values, strict=True))
+            questions = [f"\n- {keys[i]}:" if style == "complete" else f"\nWhat is {keys[i]}?" for i in asked]
         return self._example("pairs", prompt, questions, [f" {values[i]}" for i in asked])
 
-    def copy(self, rng: np.random.Generator, count: int | None = None, num_words: int = SAID_WORDS) -> Example:
+    def copy(self, rng: np.random.Generator, count: int | None = None, num_words: int | None = None) -> Example:
         """Random words, to be said again."""
         text = " ".join(self._words(rng, count or int(rng.integers(4, 25)), num_words))
         return self._example("copy", f"Copy: {text}\n", ["Answer:"], [f" {text}"])
@@ -387,7 +391,8 @@ class TaskSampler:
         text = self.corpus.tokenizer.decode([t for t in window if t != self.corpus.tokenizer.eos_token_id])
         ends = [m.end() for m in re.finditer(r"[.?] ", text)] or [0]
         at = ends[int(rng.integers(len(ends)))]
-        key, value = self._words(rng, 1)[0], self._value(rng)
+        key, word = self._words(rng, 2)
+        value = self._value(rng, word)
         prompt = f"{text[:at]}The code of the {key} is {value}. {text[at:]}\n"
         return self._example("passage", prompt, [f"\nWhat is the code of the {key}?"], [f" {value}"])
 
@@ -402,7 +407,7 @@ class TaskSampler:
         count = 4 + round(20 * min(1.0, max(0.0, size + 0.05 * rng.standard_normal())))
         if kind == "pairs":
             style = "complete" if small and rng.random() < 0.7 else None
-            return self.pairs(rng, count, style, follow_ups=3, num_words=100 if small else None)
+            return self.pairs(rng, count, style, follow_ups=3, num_words=EASY_WORDS if small else None)
         return self.copy(rng, count) if kind == "copy" else self.passage(rng, 24 + 6 * count)
 
     def batch(
@@ -439,15 +444,12 @@ class TaskSampler:
         return stream.tokens[start : start + length].tolist()
 
     def _words(self, rng: np.random.Generator, count: int, most: int | None = None) -> list[str]:
-        words = self.corpus.words[:most]
+        words = self.words[:most]
         return [words[i] for i in rng.choice(len(words), count, replace=False)]
 
-    def _value(self, rng: np.random.Generator) -> str:
-        """A number of two to four digits, or now and then a word."""
-        if rng.random() < 0.25:
-            return self._words(rng, 1, SAID_WORDS)[0]
-        digits = int(rng.integers(2, 5))
-        return str(rng.integers(10 ** (digits - 1), 10**digits))
+    def _value(self, rng: np.random.Generator, word: str) -> str:
+        """The word, or now and then a number of two digits."""
+        return word if rng.random() < 0.85 else str(rng.integers(10, 100))
 
     def _example(self, kind: str, prompt: str, questions: list[str], answers: list[str]) -> Example:
         encode = self.corpus.tokenizer.encode

@@ -49,13 +49,13 @@ class Recipe:
     learning_rate: float = 5e-3  # AdamW: embedding, gates, convolutions, vectors
     weight_decay: float = 0.1
     warmup: float = 0.03  # fractions of the run from here on
-    straight_through: float = 0.72  # hard gates from here on
+    straight_through: float = 0.45  # hard gates from here on
     learned_loss: float = 1.6  # recall counts as learned while its smoothed loss is below
     largest: float = 0.55  # size of recall examples at level 1: up to 16 things
     level_steps: int = 80  # steps, learned, until recall has its full length; the price rises in the second half
     rows_before: tuple[int, int] = (5, 20)  # text and recall rows of a step up to level 0.7 ...
     rows_after: tuple[int, int] = (4, 16)  # ... and from there on
-    route_cost_weight: float = 0.25
+    route_cost_weight: float = 1.0
     commit_weight: float = 3.0  # of 4 p_attn p_ssm, from straight_through on
     seq_len: int = 256
     seed: int = 0

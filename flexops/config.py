@@ -1,7 +1,7 @@
 """Settings of the model (`FlexHybridConfig`) and of the runtime (`EngineConfig`)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
@@ -152,6 +152,13 @@ class EngineConfig:
     coordination: both branches of a layer at once on a GPU (§5.2). True: partitioned SMs where the predicted gain beats
     fork and join, and one launch for decodes; "streams": two plain streams; False: one after the other (ablation), as
     on every CPU. Never changes a result.
+    context_cache: "hybrid" reuses prefixes layer by layer (§6), "conventional" only whole ones of an equal layout (for
+    comparison), None keeps nothing between requests. Never changes a result.
+    cache_entries: "auto" keeps KV, states and layer inputs while there is room and lets their value decide what goes;
+    "paper" keeps layer inputs and states and rebuilds KV from the inputs.
+    cache_bytes: at most so much of the pool for the cache; None: all that running requests leave free.
+    reuse_generated: keep what a request has generated too, for the next turn of a conversation. Its rows were computed
+    one at a time; where that differs in bits from a prefill (on a GPU), False is the strict form.
     check_integrity: prove the pool whole and poison freed pages after every step (tests).
     """
 
@@ -163,6 +170,10 @@ class EngineConfig:
     max_model_len: int | None = None
     selective_batching: bool = True
     coordination: bool | str = True
+    context_cache: Literal["hybrid", "conventional"] | None = "hybrid"
+    cache_entries: Literal["auto", "paper"] = "auto"
+    cache_bytes: int | None = None
+    reuse_generated: bool = True
     check_integrity: bool = False
 
     def __post_init__(self) -> None:
@@ -175,5 +186,15 @@ class EngineConfig:
             raise ValueError(f"coordination={self.coordination!r} must be True, False or 'streams'")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be positive, or None for a share of the memory")
+        for name, allowed in (
+            ("context_cache", ("hybrid", "conventional", None)),
+            ("cache_entries", ("auto", "paper")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: it must be one of {allowed}")
+        if self.context_cache == "conventional" and self.cache_entries == "paper":
+            raise ValueError("cache_entries='paper' keeps layer inputs, which context_cache='conventional' has none of")
+        if self.cache_bytes is not None and self.cache_bytes < 1:
+            raise ValueError(f"cache_bytes={self.cache_bytes} must be positive; context_cache=None turns the cache off")
         if not 0 < self.memory_fraction <= 0.95:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 0.95")

@@ -40,7 +40,8 @@ class SSMBatch:
 
     positions: int32 [num_decodes].  state_pages, conv_pages: int32 [R, pages], where each request's state and window
     live; `initial_*` hold -1 rows where a prefill range starts from nothing.  cu_seqlens, seq_starts: int32, the
-    prefill ranges among the rows behind the decodes.
+    prefill ranges among the rows behind the decodes.  checkpoint_rows: int32 [S], rows among them after which the state
+    and window are also written to checkpoint_pages int32 [S, pages of both]; None for none.
     """
 
     num_decodes: int
@@ -51,6 +52,8 @@ class SSMBatch:
     seq_starts: Tensor
     initial_state_pages: Tensor
     initial_conv_pages: Tensor
+    checkpoint_rows: Tensor | None = None
+    checkpoint_pages: Tensor | None = None
 
 
 class PackedAttention:
@@ -71,14 +74,6 @@ class PackedAttention:
         q = self.append(u, batch, cos_sin, kv_cache, ops)
         return self.out(self.attend(q, batch, kv_cache, ops).flatten(1))
 
-    def append(
-        self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
-    ) -> Tensor:
-        """Keys and values of u [T, hidden_size] into kv_cache; returns the rotated queries [T, num_heads, head_dim]."""
-        heads = self.qkv(u).unflatten(1, (-1, self.head_dim))
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        return ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping)
-
     def attend(self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType) -> Tensor:
         """q: [T, num_heads, head_dim] -> attention over the cache, the same shape."""
         n = batch.num_decodes
@@ -93,6 +88,14 @@ class PackedAttention:
             for rows, table, seqlens, lens, longest in parts
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def append(
+        self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
+    ) -> Tensor:
+        """Keys and values of u [T, hidden_size] into kv_cache; returns the rotated queries [T, num_heads, head_dim]."""
+        heads = self.qkv(u).unflatten(1, (-1, self.head_dim))
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping)
 
 
 class PackedMamba2:
@@ -160,34 +163,52 @@ class PackedMamba2:
             y, sums = ops.state_update(*self.update_arguments(z, xBC, dt, batch, state_cache, conv_cache))
             parts.append(self.finish_update(y, sums, ops))
         if n < z.shape[0]:
-            convolved = ops.causal_conv1d(
-                xBC[n:],
-                self.conv_weight,
-                self.conv_bias,
-                batch.cu_seqlens,
-                batch.seq_starts,
-                conv_cache,
-                batch.initial_conv_pages,
-                batch.conv_pages[n:],
-            )
-            x, B, C = mixer.split_conv(convolved)
-            y = ops.ssd_scan(
-                x,
-                dt[n:],
-                self.A_log,
-                B,
-                C,
-                self.D,
-                self.dt_bias,
-                batch.cu_seqlens,
-                batch.seq_starts,
-                mixer.chunk_size,
-                state_cache,
-                batch.initial_state_pages,
-                batch.state_pages[n:],
-            )
+            y = self._scan(xBC[n:], dt[n:], batch, state_cache, conv_cache, ops)
             parts.append(ops.gated_rms_norm(y.flatten(1), z[n:], self.norm_weight, mixer.eps, mixer.n_groups))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def advance(self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType) -> None:
+        """Move states and windows on by prefill rows u [T, hidden_size], without their outputs."""
+        _, xBC, dt = self.project(u)
+        self._scan(xBC, dt, batch, state_cache, conv_cache, ops)
+
+    def _scan(
+        self, xBC: Tensor, dt: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType
+    ) -> Tensor:
+        """Convolution and scan of the prefill rows: [T, num_heads, head_dim]."""
+        mixer, n = self.mixer, batch.num_decodes
+        num_state = batch.state_pages.shape[1]
+        rows, pages = batch.checkpoint_rows, batch.checkpoint_pages
+        convolved = ops.causal_conv1d(
+            xBC,
+            self.conv_weight,
+            self.conv_bias,
+            batch.cu_seqlens,
+            batch.seq_starts,
+            conv_cache,
+            batch.initial_conv_pages,
+            batch.conv_pages[n:],
+            rows,
+            None if pages is None else pages[:, num_state:],
+        )
+        x, B, C = mixer.split_conv(convolved)
+        return ops.ssd_scan(
+            x,
+            dt,
+            self.A_log,
+            B,
+            C,
+            self.D,
+            self.dt_bias,
+            batch.cu_seqlens,
+            batch.seq_starts,
+            mixer.chunk_size,
+            state_cache,
+            batch.initial_state_pages,
+            batch.state_pages[n:],
+            rows,
+            None if pages is None else pages[:, :num_state],
+        )
 
 
 class PackedFFN:

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from ..kernels import ATTENTION, SSM
 from ..models.packed import AttentionBatch, SSMBatch
-from .request import Request
+from .request import Request, StageKind
 from .tables import RequestTables
 
 
 @dataclass(frozen=True)
 class PrefillSlice:
-    """Rows [start, end) of a request's prompt, to pass one layer in this step."""
+    """Rows [start, end) of a request's prompt, to pass one layer in this step. first: they are its stage's first."""
 
     request: Request
     start: int
     end: int
+    kind: StageKind
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,27 @@ class BranchRows:
     """The requests of one branch in one layer group, in packed order, and where their rows lie.
 
     slots: int64 [R].  counts, starts: int32 [R], rows of each request in the step and the absolute position of the
-    first.  num_decodes: the leading requests that decode.  device: where tensors go; they are made once per group.
+    first.  slices: of the requests behind those that decode.  device: where tensors go; they are made once per group.
     """
 
     slots: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
-    num_decodes: int
+    slices: tuple[PrefillSlice, ...]
     device: torch.device
+
+    @classmethod
+    def of_slices(cls, slices: tuple[PrefillSlice, ...], device: torch.device) -> "BranchRows":
+        """Prefill rows alone."""
+        slots = np.array([s.request.slot for s in slices], dtype=np.int64)
+        counts = np.array([s.end - s.start for s in slices], dtype=np.int32)
+        starts = np.array([s.start for s in slices], dtype=np.int32)
+        return cls(slots, counts, starts, slices, device)
+
+    @property
+    def num_decodes(self) -> int:
+        """The leading requests, which decode."""
+        return len(self.slots) - len(self.slices)
 
     @cached_property
     def context(self) -> np.ndarray:
@@ -129,8 +144,8 @@ class StepBatch:
         branches, rows = [], []
         for route in (ATTENTION, SSM):
             mine = routes == route
-            decodes = int(mine[:n].sum())
-            branches.append(BranchRows(slots[mine], counts[mine], starts[mine], decodes, self.device))
+            of_branch = tuple(s for s, taken in zip(slices, mine[n:].tolist(), strict=True) if taken)
+            branches.append(BranchRows(slots[mine], counts[mine], starts[mine], of_branch, self.device))
             rows.append(np.flatnonzero(row_routes == route))
         order = np.concatenate(rows)
         inverse = np.empty_like(order)
@@ -152,9 +167,13 @@ class StepBatch:
         table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
         column, offset = np.divmod(rows.positions, page_tokens)
         pages = table[rows.row_request, column].astype(np.int64)
+        slot_mapping = pages * page_tokens + offset
+        replayed = np.array([False] * rows.num_decodes + [s.kind is StageKind.REPLAY for s in rows.slices])
+        if replayed.any():  # their keys and values are there already, on pages that others may share
+            slot_mapping[replayed[rows.row_request]] = -1
         return AttentionBatch(
             positions=rows.positions_tensor,
-            slot_mapping=rows.tensor(pages * page_tokens + offset, np.int64),
+            slot_mapping=rows.tensor(slot_mapping, np.int64),
             page_table=rows.tensor(table, np.int32),
             cu_seqlens=rows.cu_seqlens,
             context_lens=rows.context_tensor,
@@ -163,22 +182,44 @@ class StepBatch:
         )
 
     def ssm(self, layer_idx: int, rows: BranchRows) -> SSMBatch:
-        """The SSM branch's batch in one layer. A range that starts a prompt starts from nothing, however short."""
-        n = rows.num_decodes
-        state_pages = rows.tensor(self.tables.state_pages[layer_idx, rows.slots], np.int32)
-        conv_pages = rows.tensor(self.tables.conv_pages[layer_idx, rows.slots], np.int32)
-        starts = rows.starts_tensor[n:]
-        initial_state, initial_conv = state_pages[n:], conv_pages[n:]
-        if n < len(rows.slots):
-            fresh = (starts == 0).unsqueeze(1)
-            initial_state, initial_conv = initial_state.masked_fill(fresh, -1), initial_conv.masked_fill(fresh, -1)
+        """The SSM branch's batch in one layer.
+
+        A range goes on from its request's own state, one that starts the prompt from nothing, one that follows a
+        cached prefix from the cache's state; a replay works on the scratch state.
+        """
+        n, num_state = rows.num_decodes, self.tables.layout.state_pages
+        states = self.tables.state_pages[layer_idx, rows.slots]
+        windows = self.tables.conv_pages[layer_idx, rows.slots]
+        read = np.concatenate([states[n:], windows[n:]], axis=1)
+        checkpoints: list[tuple[int, np.ndarray]] = []
+        row = 0
+        for i, s in enumerate(rows.slices):
+            progress = s.request.progress
+            if s.kind is StageKind.REPLAY:
+                scratch = self.tables.scratch[rows.slots[n + i]]
+                states[n + i], windows[n + i], read[i] = scratch[:num_state], scratch[num_state:], scratch
+            if not s.start:
+                read[i] = -1
+            elif s.first and (layer_idx, s.kind) in progress.read:
+                read[i] = progress.read[layer_idx, s.kind]
+            if progress.reuse is not None and s.kind is not StageKind.REPLAY:
+                captured = progress.reuse.captures.states.get(layer_idx, {})
+                found = ((p, pages) for p, pages in captured.items() if s.start < p <= s.end)
+                checkpoints += [(row + p - s.start - 1, pages) for p, pages in found]
+            row += s.end - s.start
+        checkpoint_rows = checkpoint_pages = None
+        if checkpoints:
+            checkpoint_rows = rows.tensor(np.array([r for r, _ in checkpoints]), np.int32)
+            checkpoint_pages = rows.tensor(np.stack([pages for _, pages in checkpoints]), np.int32)
         return SSMBatch(
             num_decodes=n,
             positions=rows.starts_tensor[:n],
-            state_pages=state_pages,
-            conv_pages=conv_pages,
+            state_pages=rows.tensor(states, np.int32),
+            conv_pages=rows.tensor(windows, np.int32),
             cu_seqlens=rows.prefill_cu_seqlens,
-            seq_starts=starts,
-            initial_state_pages=initial_state,
-            initial_conv_pages=initial_conv,
+            seq_starts=rows.starts_tensor[n:],
+            initial_state_pages=rows.tensor(read[:, :num_state], np.int32),
+            initial_conv_pages=rows.tensor(read[:, num_state:], np.int32),
+            checkpoint_rows=checkpoint_rows,
+            checkpoint_pages=checkpoint_pages,
         )

@@ -20,6 +20,11 @@ class DeviceSpeed:
     bytes_per_us: float
 
     @classmethod
+    def nominal(cls) -> "DeviceSpeed":
+        """Ten FLOPs a byte: good enough where costs are only compared with each other."""
+        return cls(flops_per_us=1e5, bytes_per_us=1e4)
+
+    @classmethod
     def measure(cls, device: torch.device | str, dtype: torch.dtype) -> "DeviceSpeed":
         """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU."""
         a = torch.randn(512, 512, device=device, dtype=dtype)
@@ -97,6 +102,14 @@ class CostModel:
         if self.profile is not None and ROUTE_NAMES[route] in self.profile.coefficients:
             return self.profile.predict_us(route, load, self.config)
         return (self._projections(route, load) + self._core(route, load)).us(self.speed)
+
+    def rest_us(self, layer_idx: int, tokens: int) -> float:
+        """Microseconds of what a layer does besides its branch: the feed-forward network, where it has one."""
+        if not self.config.has_ffn(layer_idx):
+            return 0.0
+        weights = 3 * self.config.hidden_size * self.config.intermediate_size
+        moved_bytes = (weights + 2 * tokens * self.config.hidden_size) * self.dtype.itemsize
+        return Work(2 * weights * tokens, moved_bytes).us(self.speed)
 
     def core_cost(self, route: int, load: BranchLoad) -> BranchCost:
         """The branch without its projections, which stay on the main stream: the part of its time that Table 1 gives

@@ -10,18 +10,22 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..config import EngineConfig
+from ..config import EngineConfig, FlexHybridConfig
+from ..kernels import SSM
 from ..kernels.linear import rows_are_exact
 from ..models.layout import Layout, layout_routes, layout_strip
 from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
 from .batch import PrefillSlice
 from .branches import make_coordinator
+from .context_cache import Captures, ContextCache
+from .coordination import CostModel, DeviceSpeed
 from .executor import Executor
 from .memory import PageLayout, PagePool
 from .metrics import Metrics, decode_flops
@@ -62,9 +66,19 @@ class Engine:
         self.pool = PagePool(num_pages, layout, model.config, dtype, device)
         slots = self.config.max_num_requests
         self.tables = RequestTables(num_layers, slots, self.pool, self.config.check_integrity)
-        self.scheduler = Scheduler(self.config, self.tables, num_layers)
+        smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
+        if smallest > num_pages:
+            raise ValueError(
+                f"the page pool has {num_pages} pages of {layout.page_bytes} bytes, but one request needs {smallest}: "
+                f"set memory_bytes to at least {smallest * layout.page_bytes}"
+            )
+        # a scan cut anywhere gives the same bits on a CPU; on a GPU where a chunk ends
+        grid = 1 if device.type == "cpu" else model.config.mamba_chunk_size
+        self.cache = _make_cache(self.config, self.pool, model.config, dtype)
+        self.scheduler = Scheduler(self.config, self.tables, num_layers, self.cache, grid)
+        keep_gates = self.cache is not None and self.config.reuse_generated
         coordinator = make_coordinator(self.config.coordination, model.config, dtype, device)
-        self.executor = Executor(packed, self.pool, self.tables, coordinator)
+        self.executor = Executor(packed, self.pool, self.tables, keep_gates, coordinator)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
         self.slice_budget = SliceBudget(self.config)
@@ -76,12 +90,6 @@ class Engine:
                 f"{dtype} matrix products on this machine depend on the number of rows: tokens are right, but may "
                 "differ in rounding between one batch and another",
                 stacklevel=2,
-            )
-        smallest = self.tables.pages_for_all(layout_routes(None, model.config), 1)
-        if smallest > num_pages:
-            raise ValueError(
-                f"the page pool has {num_pages} pages of {layout.page_bytes} bytes, but one request needs {smallest}: "
-                f"set memory_bytes to at least {smallest * layout.page_bytes}"
             )
 
     def add_request(
@@ -176,8 +184,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One iteration over everything that runs; returns what each request gave. Empty when nothing is to do."""
         started = _now_us()
-        for request in self.scheduler.admit():
-            request.prefill = self.executor.start_prefill(request)
+        for request, reuse in self.scheduler.admit():
+            self.executor.start_prefill(request, reuse)
         decodes = self.scheduler.make_room()
         plan = self.scheduler.plan_prefill(self.slice_budget.allow(len(decodes)))
         outputs, self._held = self._held, []
@@ -240,11 +248,20 @@ class Engine:
             "pages": self.pool.num_pages,
             "pages_free": self.pool.free,
             "page_bytes": self.pool.layout.page_bytes,
+            **({"pages_cached": self.cache.num_pages, **self.cache.stats.as_dict()} if self.cache is not None else {}),
         }
 
+    def clear_cache(self) -> None:
+        """Forget every prefix that no running prefill uses."""
+        if self.cache is not None:
+            self.cache.clear()
+
     def check_integrity(self) -> None:
-        """Assert that free and live pages partition the pool and that counts agree with the tables."""
+        """Assert that free, cached and live pages partition the pool and that counts agree with the tables."""
         owned = [page for request in self.scheduler.running for page in self.tables.owned(request.slot)]
+        if self.cache is not None:
+            self.cache.check_integrity()
+            owned += self.cache.owned()
         self.pool.check_integrity(owned)
 
     def _groups(
@@ -292,6 +309,7 @@ class Engine:
     def _end_prefill(self, request: Request) -> list[Request]:
         """The prompt has passed all layers: the request decodes from now on. Returns further samples split off it."""
         request.status = Status.DECODE
+        self._publish_prompt(request)
         request.prefill = None
         self.tables.context[request.slot] = len(request.prompt)
         request.decode_flops = decode_flops(self.model_config, request.routes)
@@ -322,6 +340,46 @@ class Engine:
         request.forks_left = 0
         return samples
 
+    def _publish_prompt(self, request: Request) -> None:
+        """What the prompt has computed goes into the context cache, and what it took from there is counted."""
+        progress, cache = request.progress, self.cache
+        if cache is None or progress.reuse is None:
+            return
+        num_tokens, num_layers = len(request.prompt), len(request.routes)
+        request.cached_tokens, request.reused_layers = progress.lowest, progress.reused_layers
+        request.saved_token_layers = num_tokens * num_layers - progress.computed
+        cache.stats.lookups += 1
+        cache.stats.hits += progress.reused_layers > 0
+        cache.stats.looked_up_token_layers += num_tokens * num_layers
+        cache.stats.computed_token_layers += progress.computed
+        cache.stats.replayed_token_layers += progress.replayed
+        cache.stats.cached_tokens += progress.lowest
+        node = cache.insert(request.tokens)
+        tables = self.tables.kv_pages[:, request.slot]
+        cache.publish(node, request.routes, tables, progress.z, progress.reuse.captures)
+        progress.reuse.close()
+        if self.executor.gate_table is not None:
+            request.gate_rows = progress.z
+
+    def _publish_generated(self, request: Request) -> None:
+        """Prompt and answer of a request that has ended, for the next turn. The last token has not been computed."""
+        assert self.cache is not None
+        slot, length = request.slot, len(request.prompt) + len(request.output) - 1
+        if self.tables.context[slot] != length or length == len(request.prompt):
+            return
+        captures = Captures()
+        for layer_idx, route in enumerate(request.routes):
+            if route == SSM:
+                parts = self.tables.state_pages[layer_idx, slot], self.tables.conv_pages[layer_idx, slot]
+                captures.states[layer_idx] = {length: np.concatenate(parts)}
+        generated = self.executor.gate_table
+        gates = {}
+        if generated is not None:
+            count = length - len(request.prompt)
+            gates = {i: torch.cat([z, generated[slot, :count, i]]) for i, z in request.gate_rows.items()}
+        tokens = np.array([*request.prompt, *request.output[:-1]], dtype=np.int32)
+        self.cache.publish(self.cache.insert(tokens), request.routes, self.tables.kv_pages[:, slot], gates, captures)
+
     def _score_row(self, request: Request, logits: Tensor) -> None:
         token = request.continuation[len(request.scores)]
         request.scores.append(float(logits.float().log_softmax(-1)[token]))
@@ -329,7 +387,9 @@ class Engine:
             self._leave(request, "score", _now_us())
 
     def _leave(self, request: Request, reason: str, now_us: float) -> None:
-        """A request ends: its memory is free, nothing of it stays behind."""
+        """A request ends: its memory is free, and what it computed stays in the cache alone."""
+        if self.cache is not None and self.config.reuse_generated and reason in ("stop", "length"):
+            self._publish_generated(request)
         del self._requests[request.request_id, request.sample]
         self.scheduler.finish(request)
         self.metrics.record_finished(request, reason, now_us)
@@ -366,6 +426,9 @@ class Engine:
                     time_to_first_token_us=request.first_token_at_us
                     and request.first_token_at_us - request.added_at_us,
                     error=error,
+                    cached_tokens=request.cached_tokens,
+                    reused_layers=request.reused_layers,
+                    saved_token_layers=request.saved_token_layers,
                 )
             )
             if reason is not None:
@@ -402,6 +465,29 @@ def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
         return config.memory_bytes
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(free * config.memory_fraction)
+
+
+def _make_cache(
+    config: EngineConfig, pool: PagePool, model_config: FlexHybridConfig, dtype: torch.dtype
+) -> ContextCache | None:
+    """The context cache, or None where it is off. Raises ValueError where it would be larger than the pool."""
+    if config.context_cache is None:
+        return None
+    page_bytes = pool.layout.page_bytes
+    if config.cache_bytes is not None and config.cache_bytes > pool.num_pages * page_bytes:
+        raise ValueError(
+            f"cache_bytes={config.cache_bytes} is larger than the page pool, {pool.num_pages * page_bytes} bytes: "
+            "lower it, leave it out for all that is free, or raise memory_bytes"
+        )
+    capacity = pool.num_pages if config.cache_bytes is None else config.cache_bytes // page_bytes
+    if capacity < pool.layout.entry_pages and "attention" not in model_config.layer_routes:
+        warnings.warn(
+            f"cache_bytes={config.cache_bytes} holds no SSM state ({pool.layout.entry_pages * page_bytes} bytes): "
+            "the context cache can never hit",
+            stacklevel=3,
+        )
+    cost_model = CostModel(model_config, dtype, DeviceSpeed.nominal())
+    return ContextCache(pool, cost_model, config.context_cache, config.cache_entries, capacity, config.check_integrity)
 
 
 def _now_us() -> float:

@@ -3,9 +3,13 @@
 The gate of a layer needs every prompt token's input to that layer, so a prompt cannot be cut into token chunks that
 each run through all layers. It is cut the other way: a slice is a token range of one layer, and a layer is entered
 when the layer before has done all rows. Decodes pass all layers in every step.
+
+A prompt with a cached prefix starts behind it. At each layer it asks how to enter (`PrefixReuse.move`); where the cache
+has nothing for the route, rows of the prefix become active again, and the prompt goes on in the next step.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import dispatch
+from ..kernels import ATTENTION, SSM, dispatch
 from ..models.packed import PackedLayer, PackedModel
-from .batch import PrefillSlice, RouteSplit, StepBatch
+from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch
 from .branches import BranchCoordinator
 from .memory import PagePool
+from .prefix_reuse import Move, PrefixReuse
 from .profiling import BranchLoad
-from .request import PrefillProgress, Request
-from .tables import RequestTables
+from .request import PrefillProgress, Request, Stage, StageKind
+from .tables import UNKNOWN, RequestTables
 
 
 @dataclass
@@ -48,23 +53,36 @@ class Executor:
     """Runs steps of a packed model over the page pool."""
 
     def __init__(
-        self, model: PackedModel, pool: PagePool, tables: RequestTables, coordinator: BranchCoordinator | None = None
+        self,
+        model: PackedModel,
+        pool: PagePool,
+        tables: RequestTables,
+        keep_gates: bool,
+        coordinator: BranchCoordinator | None = None,
     ) -> None:
-        """coordinator: runs both branches of a layer at once; None runs one after the other."""
+        """keep_gates: collect the gate rows of generated tokens, [slots, tokens, num_layers, gate_dim] fp32.
+
+        coordinator: runs both branches of a layer at once; None runs one after the other.
+        """
         self.model, self.pool, self.tables, self.coordinator = model, pool, tables, coordinator
         self.device = model.embedding.device
         self.ops = dispatch.select(self.device)
         self.num_layers = len(model.layers)
+        self.gate_table: Tensor | None = None
+        if keep_gates and any(layer.gate is not None for layer in model.layers):
+            size = tables.routes.shape[1], 16, self.num_layers, model.config.gate_dim
+            self.gate_table = torch.zeros(size, dtype=torch.float32, device=self.device)
 
-    def start_prefill(self, request: Request) -> PrefillProgress:
-        """Embed a prompt; its rows wait before layer 0, with the gate's rows if layer 0 has a gate to run."""
-        ids = torch.tensor(request.prompt, device=self.device)
-        hidden = self.model.embedding.index_select(0, ids)
-        z = torch.empty(len(ids), self.model.config.gate_dim, dtype=torch.float32, device=self.device)
-        first = self.model.layers[0]
-        if first.gate is not None and _runs_gate(request, 0):
-            z = self.ops.gate_pool(hidden, None, first.input_norm, self.model.eps, first.gate.w1)[1]
-        return PrefillProgress(layer_idx=0, done_tokens=0, hidden=hidden, z=z)
+    def start_prefill(self, request: Request, reuse: PrefixReuse | None) -> PrefillProgress:
+        """Embed what a prompt has to compute; its rows wait before layer 0, with the gate's rows if it has a gate."""
+        num_tokens = len(request.prompt)
+        hidden = self.model.embedding.new_empty(num_tokens, self.model.embedding.shape[1])
+        start = 0 if reuse is None else reuse.first_start(_known_routes(request))
+        stages = deque(Stage(StageKind.FULL, i, start, num_tokens) for i in range(self.num_layers))
+        progress = PrefillProgress(stages, start, hidden, reuse=reuse, lowest=num_tokens)
+        request.prefill = progress
+        self._load(request, 0, start, num_tokens)
+        return progress
 
     def run(
         self, decodes: list[Request], token_ids: list[int], plan: list[tuple[PrefillSlice, ...]]
@@ -76,24 +94,37 @@ class Executor:
         requests they belong to.
         """
         ops, model = self.ops, self.model
-        step = StepBatch(self.tables, np.array([r.slot for r in decodes], dtype=np.int64), self.device)
+        slots = np.array([r.slot for r in decodes], dtype=np.int64)
+        step = StepBatch(self.tables, slots, self.device)
         decode_h = model.embedding.index_select(0, torch.tensor(token_ids, dtype=torch.int64, device=self.device))
+        decode_z: list[tuple[int, Tensor]] = []
         rows: _Rows | None = None
+        stalled: set[Request] = set()
         for layer_idx, layer in enumerate(model.layers):
-            slices = plan[layer_idx]
+            planned = [s for s in plan[layer_idx] if s.request not in stalled]
+            if rows is not None and rows.slices != _passing(planned):
+                decode_h, rows = self._unpack(rows, len(decodes)), None
+            if planned:
+                stalled |= self._enter_layer(layer_idx, layer, planned)
+                planned = [s for s in planned if s.request not in stalled]
+            slices = _passing(planned)
             if rows is not None and rows.slices != slices:
-                self._unpack(rows)
-                decode_h = rows.h[: len(decodes)]
-                rows = None
+                decode_h, rows = self._unpack(rows, len(decodes)), None
+            refills = tuple(s for s in planned if s.kind is StageKind.REFILL)
+            if refills:
+                self._refill(layer_idx, layer, step, refills)
             if not decodes and not slices:
                 continue
             if rows is None:
                 parts = [s.request.progress.hidden[s.start : s.end] for s in slices]
                 rows = _Rows(slices, torch.cat([decode_h, *parts]))
-            self._enter_layer(layer_idx, layer, slices)
+                if self.gate_table is not None and layer.gate is not None and decodes and not layer_idx:
+                    self._collect_gate_rows(0, rows, decode_z)
             self._run_layer(layer_idx, layer, step, rows)
             if layer_idx + 1 < self.num_layers:
-                self._collect_gate_rows(layer_idx + 1, rows)
+                self._collect_gate_rows(layer_idx + 1, rows, decode_z)
+        if decode_z:
+            self._keep_decode_gates(decodes, slots, decode_z)
         wanted, owners = list(range(len(decodes))), list(decodes)
         for s, where in rows.ranges() if rows is not None else ():
             skipped = max(0, s.request.first_logit_row - s.start)
@@ -105,13 +136,24 @@ class Executor:
         hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
 
-    def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: tuple[PrefillSlice, ...]) -> None:
-        """Choose the routes of the requests whose first slice enters the layer, and give them its pages."""
-        entering = [s.request for s in slices if s.start == 0]
-        gate, undecided = layer.gate, [r for r in entering if _runs_gate(r, layer_idx)]
+    def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: list[PrefillSlice]) -> set[Request]:
+        """Choose the routes of the requests whose first rows enter the layer, and give them its pages.
+
+        Returns the requests that cannot go on with the rows they have: their stages are changed, and what the step
+        had planned for them from here on is void.
+        """
+        entering = [s.request for s in slices if s.first and s.kind is StageKind.FULL]
+        entering = [r for r in entering if self.tables.routes[layer_idx, r.slot] == UNKNOWN]
+        undecided = [r for r in entering if _runs_gate(r, layer_idx)]
+        stalled = {r for r in undecided if not self._fill_gate_rows(layer_idx, r)}
+        for request in stalled:
+            assert request.reuse is not None, "only a prompt with a cached prefix lacks gate rows"
+            self._turn(layer_idx, request, self._move(layer_idx, request, gated=True))
+        undecided = [r for r in undecided if r not in stalled]
+        gate = layer.gate
         if gate is not None and undecided:
             lengths = torch.tensor([r.gate_tokens for r in undecided], device=self.device)
-            z = torch.cat([r.progress.z[: r.gate_tokens] for r in undecided])
+            z = torch.cat([r.progress.z[layer_idx][: r.gate_tokens] for r in undecided])
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             bias = torch.tensor([r.gate_bias for r in undecided], dtype=torch.float32, device=self.device)
             probs, routes = self.ops.gate_route(z, cu_seqlens, gate.b1, gate.w2, gate.b2, bias)
@@ -120,19 +162,131 @@ class Executor:
                 request.routes.append(route)
                 request.gate_margins.append(margin)
         for request in entering:
+            if request in stalled:
+                continue
             if layer_idx >= len(request.routes):
                 request.routes.append(request.forced[layer_idx])
                 request.gate_margins.append(1.0)
-            self.tables.enter_layer(request.slot, layer_idx, request.routes[layer_idx], len(request.prompt))
+            if not self._open_layer(layer_idx, request):
+                stalled.add(request)
+        return stalled
+
+    def _open_layer(self, layer_idx: int, request: Request) -> bool:
+        """Give a request its pages of the layer, filled from the cache. False where its rows have to change first."""
+        progress, route, num_tokens = request.progress, request.routes[layer_idx], len(request.prompt)
+        reuse, old_start = progress.reuse, progress.start
+        if reuse is None:
+            self.tables.enter_layer(request.slot, layer_idx, route, num_tokens)
+            return True
+        move = self._move(layer_idx, request, gated=False)
+        cached = reuse.kv_pages(layer_idx, move.resume) if move.resume and route == ATTENTION else None
+        self.tables.enter_layer(request.slot, layer_idx, route, num_tokens, cached, move.resume)
+        if move.resume and route == SSM:
+            kind = StageKind.FULL if move.resume == move.start else StageKind.REFILL
+            progress.read[layer_idx, kind] = reuse.state_pages(layer_idx, move.resume)
+        progress.reused_layers += move.resume > 0
+        reuse.capture_hidden(layer_idx, move.start)
+        if route == SSM:
+            reuse.capture_states(layer_idx, move.resume)
+        if move.resume == old_start:
+            return True
+        self._turn(layer_idx, request, move)
+        return False
+
+    def _move(self, layer_idx: int, request: Request, gated: bool) -> Move:
+        progress = request.progress
+        assert progress.reuse is not None
+        known = _known_routes(request)
+        return progress.reuse.move(layer_idx, known, progress.start, len(request.prompt), gated)
+
+    def _turn(self, layer_idx: int, request: Request, move: Move) -> None:
+        """Replace a request's stages: first whatever gives the rows [resume, start), then on from this layer."""
+        progress, old_start, num_tokens = request.progress, request.progress.start, len(request.prompt)
+        stages: deque[Stage] = deque()
+        if move.replay_layer == layer_idx:
+            self._load(request, layer_idx, move.resume, old_start)
+        else:
+            self._load(request, move.replay_layer, move.replay_from, old_start)
+            for i in range(move.replay_layer, layer_idx):
+                stages.append(Stage(StageKind.REPLAY, i, move.replay_from, old_start))
+                if request.routes[i] == SSM and move.replay_from:
+                    assert progress.reuse is not None
+                    progress.read[i, StageKind.REPLAY] = progress.reuse.state_pages(i, move.replay_from)
+        if move.resume < move.start:
+            stages.append(Stage(StageKind.REFILL, layer_idx, move.resume, move.start))
+        stages.extend(Stage(StageKind.FULL, i, move.start, num_tokens) for i in range(layer_idx, self.num_layers))
+        progress.stages, progress.done, progress.start = stages, 0, move.start
+
+    def _load(self, request: Request, layer_idx: int, start: int, end: int) -> None:
+        """Rows that enter a layer into the request's buffer: embeddings, or what the cache kept, with gate rows."""
+        progress = request.progress
+        if layer_idx:
+            assert progress.reuse is not None
+            progress.reuse.load_hidden(layer_idx, start, end, progress.hidden)
+        else:
+            ids = torch.tensor(request.prompt[start:end], device=self.device)
+            progress.hidden[start:end] = self.model.embedding.index_select(0, ids)
+        layer = self.model.layers[layer_idx]
+        if layer.gate is not None and _runs_gate(request, layer_idx):
+            rows = progress.hidden[start:end].clone()
+            z = self.ops.gate_pool(rows, None, layer.input_norm, self.model.eps, layer.gate.w1)[1]
+            self._gate_buffer(request, layer_idx)[start:end] = z
+
+    def _gate_buffer(self, request: Request, layer_idx: int) -> Tensor:
+        """The request's gate rows of a layer, [prompt, gate_dim] fp32."""
+        z = request.progress.z
+        if layer_idx not in z:
+            size = len(request.prompt), self.model.config.gate_dim
+            z[layer_idx] = torch.empty(size, dtype=torch.float32, device=self.device)
+        return z[layer_idx]
+
+    def _fill_gate_rows(self, layer_idx: int, request: Request) -> bool:
+        """Add the gate rows of the cached prefix to those of the active rows. False where the cache lacks some."""
+        progress = request.progress
+        if progress.start:
+            assert progress.reuse is not None
+            cached = progress.reuse.gate_rows(layer_idx, progress.start)
+            if cached is None:
+                return False
+            self._gate_buffer(request, layer_idx)[: progress.start] = cached
+        return True
+
+    def _refill(self, layer_idx: int, layer: PackedLayer, step: StepBatch, slices: tuple[PrefillSlice, ...]) -> None:
+        """Rows that pass a layer's mixer alone, to rebuild what the cache no longer holds."""
+        self._count(slices)
+        for s in slices:
+            route = s.request.routes[layer_idx]
+            hidden = s.request.progress.hidden[s.start : s.end].clone()
+            u = self.ops.split_norm(hidden, None, layer.input_norm, self.model.eps, _all_rows(hidden))
+            rows = BranchRows.of_slices((s,), self.device)
+            if route == ATTENTION:
+                assert layer.attention is not None, "a route that the layer does not have"
+                batch = step.attention(layer_idx, rows)
+                layer.attention.append(u, batch, self.model.cos_sin, self.pool.kv_cache, self.ops)
+            else:
+                assert layer.ssm is not None, "a route that the layer does not have"
+                caches = self.pool.state_cache, self.pool.conv_cache
+                layer.ssm.advance(u, step.ssm(layer_idx, rows), *caches, self.ops)
+
+    def _count(self, slices: tuple[PrefillSlice, ...]) -> None:
+        """Keep account of the rows that pass a layer."""
+        for s in slices:
+            progress = s.request.progress
+            progress.computed += s.end - s.start
+            progress.lowest = min(progress.lowest, s.start)
+            if progress.reuse is not None:
+                progress.replayed += max(0, min(s.end, progress.reuse.length) - s.start)
 
     def _run_layer(self, layer_idx: int, layer: PackedLayer, step: StepBatch, rows: _Rows) -> None:
         """Shared operators on the packed rows, the branches on compact rows."""
         ops, eps = self.ops, self.model.eps
+        self._count(rows.slices)
         split = step.split(layer_idx, rows.slices)
         if rows.u is None:
             u = ops.split_norm(rows.h, rows.delta, layer.input_norm, eps, split.order)
         else:
             u = rows.u if split.one_route else ops.gather_rows(rows.u, split.order)
+        self._capture_hidden(layer_idx, rows)
         y_attention, y_ssm = self._run_branches(layer_idx, layer, step, split, u)
         if layer.ffn is None:
             rows.delta = ops.gather_rows(torch.cat([y_attention, y_ssm]), split.inverse)
@@ -163,25 +317,72 @@ class Executor:
             y_ssm = layer.ssm(y_ssm, ssm_rows, self.pool.state_cache, self.pool.conv_cache, self.ops)
         return y_attention, y_ssm
 
-    def _collect_gate_rows(self, next_idx: int, rows: _Rows) -> None:
-        """Where a request's next layer has a gate to run, keep the rows z that leave for it."""
+    def _capture_hidden(self, layer_idx: int, rows: _Rows) -> None:
+        """Where the cache wants them, copy the rows that enter the layer into its pages."""
+        for s, where in rows.ranges():
+            reuse = s.request.reuse
+            if reuse is None or s.kind is not StageKind.FULL or layer_idx not in reuse.captures.hidden:
+                continue
+            first, pages = reuse.captures.hidden[layer_idx]
+            start = max(first, s.start)
+            if start < s.end:
+                per_page = self.pool.layout.hidden_tokens
+                column, offset = np.divmod(np.arange(start, s.end), per_page)
+                place = torch.from_numpy(pages[column - first // per_page].astype(np.int64)).to(self.device)
+                kept = rows.h[where.start + start - s.start : where.stop]
+                self.pool.hidden_cache[place, torch.from_numpy(offset).to(self.device)] = kept
+
+    def _collect_gate_rows(self, next_idx: int, rows: _Rows, decode_z: list[tuple[int, Tensor]]) -> None:
+        """Where a request's next layer has a gate to run, keep the rows z that leave for it; those of decodes where
+        the context cache is to have them."""
         layer = self.model.layers[next_idx]
-        if layer.gate is None or not any(_runs_gate(s.request, next_idx) for s in rows.slices):
+        num_decodes = rows.h.shape[0] - sum(s.end - s.start for s in rows.slices)
+        for_cache = self.gate_table is not None and num_decodes > 0
+        if layer.gate is None or not (for_cache or any(_runs_gate(s.request, next_idx) for s in rows.slices)):
             return
         rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, layer.gate.w1)
         rows.delta = None
+        if for_cache:
+            decode_z.append((next_idx, z[:num_decodes]))
         for s, where in rows.ranges():
             if _runs_gate(s.request, next_idx):
-                s.request.progress.z[s.start : s.end] = z[where]
+                self._gate_buffer(s.request, next_idx)[s.start : s.end] = z[where]
 
-    def _unpack(self, rows: _Rows) -> None:
-        """The prefills' rows back to their requests' buffers."""
+    def _keep_decode_gates(self, decodes: list[Request], slots: np.ndarray, decode_z: list[tuple[int, Tensor]]) -> None:
+        """The gate rows of this step's decodes into `gate_table`, at the number of their generated token."""
+        assert self.gate_table is not None
+        numbers = [r.replayed for r in decodes]
+        capacity = self.gate_table.shape[1]
+        if max(numbers) >= capacity:
+            self.gate_table = F.pad(self.gate_table, (0, 0, 0, 0, 0, max(max(numbers) + 1, 2 * capacity) - capacity))
+        layers = [layer_idx for layer_idx, _ in decode_z]
+        stacked = torch.stack([z for _, z in decode_z], dim=1)
+        where = torch.from_numpy(slots)[:, None], torch.tensor(numbers)[:, None], torch.tensor(layers)[None]
+        self.gate_table[tuple(index.to(self.device) for index in where)] = stacked
+
+    def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
+        """The prefills' rows back to their requests' buffers. Returns the decodes' rows."""
         if rows.delta is not None:
             rows.h.add_(rows.delta)
         for s, where in rows.ranges():
             s.request.progress.hidden[s.start : s.end] = rows.h[where]
+        return rows.h[:num_decodes]
+
+
+def _passing(slices: Sequence[PrefillSlice]) -> tuple[PrefillSlice, ...]:
+    """Those whose rows pass the whole layer."""
+    return tuple(s for s in slices if s.kind is not StageKind.REFILL)
 
 
 def _runs_gate(request: Request, layer_idx: int) -> bool:
     """Whether the request's route at the layer is still to be chosen by the gate."""
     return request.forced[layer_idx] < 0 and len(request.routes) <= layer_idx
+
+
+def _known_routes(request: Request) -> list[int]:
+    """A route per layer: chosen already, forced, or -1."""
+    return [*request.routes, *request.forced[len(request.routes) :]]
+
+
+def _all_rows(hidden: Tensor) -> Tensor:
+    return torch.arange(hidden.shape[0], dtype=torch.int32, device=hidden.device)

@@ -27,11 +27,12 @@ class PageLayout:
 
     KV page: [2, num_kv_heads, page_tokens, head_dim] of one layer.  State page: [heads_per_page, head_dim, d_state]
     fp32.  Conv page: [d_conv, channels_per_page], a ring by absolute position. A state entry is `state_pages` pages
-    and its conv window `conv_pages` more.
+    and its conv window `conv_pages` more.  Hidden page: [hidden_tokens, hidden_size], 0 where no row fits a page.
     """
 
     page_bytes: int
     page_tokens: int
+    hidden_tokens: int
     heads_per_page: int
     channels_per_page: int
     state_pages: int
@@ -57,6 +58,7 @@ class PageLayout:
         return cls(
             page_bytes=page_bytes,
             page_tokens=page_tokens,
+            hidden_tokens=page_bytes // (config.hidden_size * dtype.itemsize),
             heads_per_page=heads,
             channels_per_page=channels,
             state_pages=state_pages,
@@ -163,6 +165,7 @@ class PagePool:
         state = (layout.heads_per_page, config.mamba_d_head, config.mamba_d_state)
         self.state_cache = _view(floats, state)
         self.conv_cache = _view(typed, (config.mamba_d_conv, layout.channels_per_page))
+        self.hidden_cache = _view(typed, (max(1, layout.hidden_tokens), config.hidden_size))
 
     @property
     def available(self) -> int:

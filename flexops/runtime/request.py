@@ -1,11 +1,16 @@
 """A request's life: what was asked (`SamplingParams`), where it stands (`Request`), what it gave (`RequestOutput`)."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
+import numpy as np
 from torch import Tensor
+
+from .prefix_reuse import PrefixReuse
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # (ids [1, n], logits [1, vocab]) -> logits [1, vocab]
 StopCheck = Callable[[Tensor], bool]  # ids [1, n], prompt included -> stop
@@ -89,6 +94,8 @@ class RequestOutput:
     runs.  layout: the routes of all layers.  gate_margins: |p_attn - p_ssm| per layer, 1.0 where the route was given.
     logprobs: per new token, {token id: log-probability}.  logits, scores: per new token [vocab] fp32, where asked.
     time_to_first_token_us: set with the first token.
+    cached_tokens: leading prompt tokens that no layer computed.  reused_layers: layers that started from the cache.
+    saved_token_layers: what the cache saved, of prompt_tokens times layers.
     """
 
     request_id: int
@@ -104,24 +111,56 @@ class RequestOutput:
     scores: list[Tensor] | None = None
     time_to_first_token_us: float | None = None
     error: Exception | None = None
+    cached_tokens: int = 0
+    reused_layers: int = 0
+    saved_token_layers: int = 0
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
+class StageKind(Enum):
+    """What the rows of a stage do."""
+
+    FULL = "full"  # pass the layer and go on to the next
+    REPLAY = "replay"  # pass a layer once more for what they become above; the layer's KV and state stay
+    REFILL = "refill"  # pass the layer's mixer alone, to rebuild its KV or state
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The rows [start, end) of a prompt in one layer."""
+
+    kind: StageKind
+    layer_idx: int
+    start: int
+    end: int
+
+
 @dataclass
 class PrefillProgress:
-    """How far a prompt has passed the layers: layer `layer_idx` has done `done_tokens` of its rows.
+    """How far a prompt has passed the layers.
 
-    hidden: [prompt, hidden_size], the residual stream between steps.  z: [prompt, gate_dim] fp32, the gate rows of
-    the layer that comes next (or is entered), filled as rows leave the layer before.
+    stages: what is still to be planned, in order; of the first one the rows before `done` are.  start: the first row
+    that passes the layer at hand; those before come from the cache.  hidden: [prompt, hidden_size], the residual
+    stream between steps, valid for the rows of the stages.  z: by layer, [prompt, gate_dim] fp32, gate rows, filled as
+    rows leave the layer before.  read: pages that a stage's first rows take their SSM state from, by layer and kind;
+    otherwise the request's own.  computed, replayed: rows that passed a layer so far, and those of them that the
+    matched prefix holds.  lowest: the first row of all that passed any layer.
     """
 
-    layer_idx: int
-    done_tokens: int
+    stages: deque[Stage]
+    start: int
     hidden: Tensor
-    z: Tensor
+    done: int = 0
+    z: dict[int, Tensor] = field(default_factory=dict)
+    read: dict[tuple[int, StageKind], np.ndarray] = field(default_factory=dict)
+    reuse: PrefixReuse | None = None
+    computed: int = 0
+    replayed: int = 0
+    reused_layers: int = 0
+    lowest: int = 0
 
 
 @dataclass(eq=False)
@@ -151,12 +190,27 @@ class Request:
     forks_left: int = 0  # samples that still have to be split off at the end of the prefill
     continuation: list[int] = field(default_factory=list)  # tokens to score, of which the prompt holds all but the last
     scores: list[float] = field(default_factory=list)  # log-probabilities of the continuation so far
+    waits_for: "Request | None" = None  # a prefill whose prefix it shares; it waits for one at most
+    gate_rows: dict[int, Tensor] = field(default_factory=dict)  # by layer, the prompt's rows, for the context cache
+    cached_tokens: int = 0
+    reused_layers: int = 0
+    saved_token_layers: int = 0
 
     @property
     def progress(self) -> PrefillProgress:
         """How far the prompt is, while it is prefilled."""
         assert self.prefill is not None, "only a prefill has progress"
         return self.prefill
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """int32, the prompt."""
+        return np.array(self.prompt, dtype=np.int32)
+
+    @property
+    def reuse(self) -> PrefixReuse | None:
+        """What it takes from the context cache while it is prefilled."""
+        return None if self.prefill is None else self.prefill.reuse
 
     @property
     def rank(self) -> tuple[int, int, int]:

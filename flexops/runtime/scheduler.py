@@ -6,8 +6,12 @@ import numpy as np
 
 from ..config import EngineConfig
 from .batch import PrefillSlice
+from .context_cache import ContextCache, common_prefix
+from .prefix_reuse import PrefixReuse
 from .request import Request, Status
 from .tables import RequestTables
+
+MIN_SHARED = 16  # tokens of a common prefix that are worth waiting for
 
 
 class SliceBudget:
@@ -54,8 +58,12 @@ class SliceBudget:
 class Scheduler:
     """First come, first served within a priority; a preempted request keeps its place in the line."""
 
-    def __init__(self, config: EngineConfig, tables: RequestTables, num_layers: int) -> None:
+    def __init__(
+        self, config: EngineConfig, tables: RequestTables, num_layers: int, cache: ContextCache | None, grid: int
+    ) -> None:
+        """cache: the context cache, or None.  grid: SSM states can be resumed at multiples of it."""
         self.config, self.tables, self.num_layers = config, tables, num_layers
+        self.cache, self.grid = cache, grid
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self.preemptions = 0
@@ -64,26 +72,67 @@ class Scheduler:
         """Into the line."""
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[tuple[Request, PrefixReuse | None]]:
         """Requests from the head of the line whose prompts fit now, with a slot and a reservation in every layer.
 
-        The head is never overtaken: a long prompt cannot starve. One page per attention layer of each running request
-        stays free, so that admitting does not preempt in the next step.
+        The head is never overtaken: a long prompt cannot starve. A request whose prefix is being computed by another
+        steps aside once until that is done. One page per attention layer of each running request stays free, so that
+        admitting does not preempt in the next step. Returns each with what it will take from the context cache.
         """
         admitted = []
-        while self.waiting and self.tables.free_slots:
-            request = self.waiting[0]
-            routes = self.known_routes(request)
-            needed = self.tables.pages_for_all(routes, len(request.prompt))
-            headroom = self.num_layers * len(self.running)
-            if needed + headroom > self.tables.pool.available and (self.running or needed > self.tables.pool.available):
+        for request in list(self.waiting):
+            if not self.tables.free_slots:
                 break
-            self.waiting.pop(0)
-            request.slot = self.tables.open(routes, len(request.prompt))
+            if self._waits(request):
+                continue
+            routes = self.known_routes(request)
+            reuse = self._look_up(request, request.first_logit_row)
+            if not self._fits(routes, request, reuse) and reuse is not None and not self.running:
+                reuse.close()  # its own prefix may be what is in the way
+                reuse = self._look_up(request, 0)
+            if not self._fits(routes, request, reuse):
+                if reuse is not None:
+                    reuse.close()
+                break
+            self.waiting.remove(request)
+            scratch = reuse is not None and reuse.length > 0
+            request.slot = self.tables.open(routes, len(request.prompt), scratch)
             request.status = Status.PREFILL
             self.running.append(request)
-            admitted.append(request)
+            admitted.append((request, reuse))
         return admitted
+
+    def _look_up(self, request: Request, most: int) -> PrefixReuse | None:
+        return None if self.cache is None else PrefixReuse(self.cache, request.tokens, most, self.grid)
+
+    def _fits(self, routes: list[int], request: Request, reuse: PrefixReuse | None) -> bool:
+        """Whether the pool has room for a prompt and, where it reuses a prefix, a scratch state."""
+        needed = self.tables.pages_for_all(routes, len(request.prompt))
+        if reuse is not None and reuse.length:
+            needed += self.tables.layout.entry_pages
+        headroom = self.num_layers * len(self.running)
+        return self._make_available(needed + headroom) or (not self.running and self._make_available(needed))
+
+    def _make_available(self, num_pages: int) -> bool:
+        """Whether so many pages can be had without taking any from a running request; the cache gives way."""
+        if self.cache is not None:
+            return self.cache.reclaim(num_pages)
+        return self.tables.pool.available >= num_pages
+
+    def _waits(self, request: Request) -> bool:
+        """Whether the request lets a running prefill compute and publish a prefix of both first."""
+        if self.cache is None:
+            return False
+        if request.waits_for is not None:
+            return request.waits_for.status is Status.PREFILL
+        for other in self.running:
+            if other.status is not Status.PREFILL or other.forced[0] != request.forced[0]:
+                continue
+            shared = common_prefix(other.tokens, request.tokens[: request.first_logit_row])
+            if shared >= MIN_SHARED and shared > self.cache.match(request.tokens[:shared])[1]:
+                request.waits_for = other
+                return True
+        return False
 
     def known_routes(self, request: Request) -> list[int]:
         """A route per layer: chosen before a preemption, forced, or -1."""
@@ -102,7 +151,7 @@ class Scheduler:
         for request, pages in zip(decodes, growing.tolist(), strict=True):
             if not pages or request.status is not Status.DECODE:
                 continue
-            while self.tables.pool.available < pages and request.status is Status.DECODE:
+            while not self._make_available(pages) and request.status is Status.DECODE:
                 self.preempt(max(self.running, key=lambda r: r.rank))
             if request.status is Status.DECODE:
                 self.tables.grow(request.slot)
@@ -110,11 +159,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Back into the line without memory. Its tokens, routes and place in the line stay."""
-        self.running.remove(request)
-        self.tables.close(request.slot)
-        request.slot = -1
+        self._take_out(request)
         request.status = Status.WAITING
-        request.prefill = None
         request.replayed = 0
         request.scores.clear()
         self.preemptions += 1
@@ -125,28 +171,37 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
-            self.running.remove(request)
-            self.tables.close(request.slot)
-            request.slot = -1
+            self._take_out(request)
         request.status = Status.FINISHED
+
+    def _take_out(self, request: Request) -> None:
+        """Out of the running requests, with all it holds given back."""
+        self.running.remove(request)
+        if request.reuse is not None:
+            request.reuse.close()
         request.prefill = None
+        self.tables.close(request.slot)
+        request.slot = -1
 
     def plan_prefill(self, budget: int) -> list[tuple[PrefillSlice, ...]]:
         """The slices of each layer for this step, within a budget of token-layers, oldest prompt first.
 
-        A layer's next slice of a prompt follows its last; the layer after starts when all its rows have left.
+        A layer's next slice of a prompt follows its last; the layer after starts when all its rows have left. What is
+        planned here may still change: a request that cannot go on at a layer drops out of the rest of the step.
         """
         plan: list[list[PrefillSlice]] = [[] for _ in range(self.num_layers)]
         for request in sorted((r for r in self.running if r.status is Status.PREFILL), key=lambda r: r.rank):
-            progress, total = request.progress, len(request.prompt)
-            while budget and progress.layer_idx < self.num_layers:
-                start = progress.done_tokens
-                end = min(total, start + budget)
-                plan[progress.layer_idx].append(PrefillSlice(request, start, end))
+            progress = request.progress
+            while budget and progress.stages:
+                stage = progress.stages[0]
+                start = max(stage.start, progress.done)
+                end = min(stage.end, start + budget)
+                plan[stage.layer_idx].append(PrefillSlice(request, start, end, stage.kind, start == stage.start))
                 budget -= end - start
-                progress.done_tokens = end
-                if end == total:
-                    progress.layer_idx, progress.done_tokens = progress.layer_idx + 1, 0
+                progress.done = end
+                if end == stage.end:
+                    progress.stages.popleft()
+                    progress.done = 0
             if not budget:
                 break
         return [tuple(slices) for slices in plan]

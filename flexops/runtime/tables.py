@@ -13,7 +13,8 @@ class RequestTables:
 
     routes: int8 [num_layers, slots], -1 while unknown.  context: int32 [slots], tokens in the caches.
     kv_pages: int32 [num_layers, slots, columns], grown as contexts do; state_pages, conv_pages: int32 [num_layers,
-    slots, pages of an entry]. Unused entries are -1.
+    slots, pages of an entry].  scratch: int32 [slots, pages of an entry], a state and window that a prefill overwrites
+    while it computes rows of a cached prefix again. Unused entries are -1.
     """
 
     def __init__(self, num_layers: int, num_slots: int, pool: PagePool, poison: bool) -> None:
@@ -24,6 +25,7 @@ class RequestTables:
         self.kv_pages = np.full((num_layers, num_slots, 8), -1, dtype=np.int32)
         self.state_pages = np.full((num_layers, num_slots, self.layout.state_pages), -1, dtype=np.int32)
         self.conv_pages = np.full((num_layers, num_slots, self.layout.conv_pages), -1, dtype=np.int32)
+        self.scratch = np.full((num_slots, self.layout.entry_pages), -1, dtype=np.int32)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._reserved = np.zeros((num_layers, num_slots), dtype=np.int32)
 
@@ -42,24 +44,38 @@ class RequestTables:
         """Pages of all layers; `routes` has a code per layer, -1 unknown."""
         return sum(self.pages_for(route, num_tokens) for route in routes)
 
-    def open(self, routes: list[int], num_tokens: int) -> int:
+    def open(self, routes: list[int], num_tokens: int, scratch: bool = False) -> int:
         """A slot with a reservation for a prompt of num_tokens in every layer. The caller has checked that it fits."""
         slot = self._free_slots.pop()
         self._reserved[:, slot] = [self.pages_for(route, num_tokens) for route in routes]
         self.pool.reserved += int(self._reserved[:, slot].sum())
         self.context[slot] = 0
+        if scratch:
+            self.scratch[slot] = self.pool.allocate(self.layout.entry_pages)
         return slot
 
-    def enter_layer(self, slot: int, layer_idx: int, route: int, num_tokens: int) -> None:
-        """Turn the layer's reservation into pages of the route that its gate chose."""
+    def enter_layer(
+        self, slot: int, layer_idx: int, route: int, num_tokens: int, cached: np.ndarray | None = None, length: int = 0
+    ) -> None:
+        """Turn the layer's reservation into pages of the route that its gate chose.
+
+        cached: int32, pages of the context cache with the KV of the first `length` tokens; full ones are shared, one
+        that will be written on is copied.
+        """
+        full = 0 if cached is None else length // self.layout.page_tokens
         needed = self.pages_for(route, num_tokens)
-        self.pool.reserved -= int(self._reserved[layer_idx, slot]) - needed
+        self.pool.reserved -= int(self._reserved[layer_idx, slot]) - (needed - full)
         self._reserved[layer_idx, slot] = 0
-        pages = self.pool.allocate(needed, reserved=True)
+        pages = self.pool.allocate(needed - full, reserved=True)
         self.routes[layer_idx, slot] = route
         if route == ATTENTION:
             self._widen(needed)
-            self.kv_pages[layer_idx, slot, :needed] = pages
+            self.kv_pages[layer_idx, slot, full:needed] = pages
+            if cached is not None:
+                self.kv_pages[layer_idx, slot, :full] = cached[:full]
+                self.pool.share([int(page) for page in cached[:full]])
+                if length % self.layout.page_tokens:
+                    self.pool.copy(cached[full : full + 1], np.array(pages[:1]))
         else:
             self.state_pages[layer_idx, slot] = pages[: self.layout.state_pages]
             self.conv_pages[layer_idx, slot] = pages[self.layout.state_pages :]
@@ -108,9 +124,15 @@ class RequestTables:
             wider = max(columns, 2 * have)
             self.kv_pages = np.pad(self.kv_pages, ((0, 0), (0, 0), (0, wider - have)), constant_values=-1)
 
+    def drop_scratch(self, slot: int) -> None:
+        """Give back the scratch state, where the slot has one."""
+        pages = self.scratch[slot]
+        self.pool.release([int(page) for page in pages[pages >= 0]], poison=self.poison)
+        self.scratch[slot] = -1
+
     def owned(self, slot: int) -> list[int]:
         """Every page the slot holds."""
-        tables = (self.kv_pages[:, slot], self.state_pages[:, slot], self.conv_pages[:, slot])
+        tables = (self.kv_pages[:, slot], self.state_pages[:, slot], self.conv_pages[:, slot], self.scratch[slot])
         return [int(page) for table in tables for page in table[table >= 0]]
 
     def close(self, slot: int) -> None:
@@ -121,4 +143,5 @@ class RequestTables:
         self.routes[:, slot] = UNKNOWN
         for table in (self.kv_pages, self.state_pages, self.conv_pages):
             table[:, slot] = -1
+        self.scratch[slot] = -1
         self._free_slots.append(slot)

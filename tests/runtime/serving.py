@@ -62,6 +62,7 @@ def serve(engine: Engine, asked: list[Asked]) -> list[Given]:
     given: dict[tuple[int, int], Given] = {}
     while engine.has_unfinished():
         collect(given, engine)
+    engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
     return [given[i, 0] for i in ids]
 

@@ -133,6 +133,7 @@ def test_abort_at_any_point_returns_everything(stop_at):
     engine.check_integrity()
     while engine.has_unfinished():
         collect(given, engine)
+    engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
     keep = [0, 2, 3]
     assert_as_if_alone(torch.float32, [asked[i] for i in keep], [given[ids[i], 0] for i in keep])
@@ -145,7 +146,7 @@ def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype, layou
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=100, n=4, keep_logits=True)
     outcomes = []
     for beside in ([], random_requests(model, 5, seed=12)):
-        engine, given = small_engine(model), {}
+        engine, given = small_engine(model, context_cache=None), {}
         for asked in beside:
             engine.add_request(asked.prompt, asked.params, asked.layout)
         request_id = engine.add_request(prompt, params, layout)
@@ -155,6 +156,7 @@ def test_samples_share_their_prompt_and_no_bit_depends_on_the_batch(dtype, layou
                 shared = int((engine.pool.ref_counts == 4).sum())
                 assert bool(shared) == (layout != "ssm"), "full KV pages of the prompt are shared, states are not"
         assert engine.metrics.prompt_tokens == sum(len(a.prompt) for a in beside) + len(prompt), "computed once"
+        engine.clear_cache()
         assert engine.pool.free == engine.pool.num_pages
         outcomes.append([given[request_id, sample] for sample in range(4)])
     assert all(a.same_bits(b) for a, b in zip(*outcomes, strict=True))
@@ -172,6 +174,7 @@ def test_samples_without_room_wait_and_give_the_same(dtype):
         engine.add_request(prompt, SamplingParams(max_new_tokens=5, temperature=1.0, seed=3, n=4, keep_logits=True))
         while engine.has_unfinished():
             collect(given, engine)
+        engine.clear_cache()
         assert engine.pool.free == engine.pool.num_pages
         outcomes.append([given[0, sample] for sample in range(4)])
     assert all(a.same_bits(b) for a, b in zip(*outcomes, strict=True))
@@ -219,6 +222,7 @@ def test_the_users_own_code_fails_its_request_alone():
         errors.update({output.request_id: output for output in outputs if output.error is not None})
     assert errors.keys() == set(ids[:2]) and all(e.finish_reason == "error" for e in errors.values())
     assert isinstance(errors[ids[0]].error, RuntimeError) and isinstance(errors[ids[1]].error, KeyError)
+    engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages
     assert_as_if_alone(torch.float32, fine, [given[i, 0] for i in ids[2:]])
 
@@ -235,6 +239,7 @@ def test_score_is_the_log_probability_under_the_prompts_layout(dtype):
     assert scores == pytest.approx(expected, abs=1e-4 if dtype == torch.float32 else 0.15)
     sliced = small_engine(model, max_batched_tokens=5)
     assert sliced.score(prompt, continuation) == scores, "not a bit differs when the prompt is cut"
+    engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages
     with pytest.raises(ValueError, match="continuation has no tokens"):
         engine.score(prompt, ())
@@ -255,6 +260,7 @@ def test_score_and_stream_lose_nothing_of_others():
     stream = engine.stream((1, 2), SamplingParams(max_new_tokens=50))
     next(stream)
     stream.close()
+    engine.clear_cache()
     assert not engine.has_unfinished() and engine.pool.free == engine.pool.num_pages
 
 

@@ -98,6 +98,7 @@ class Life(RuleBasedStateMachine):
         assert not self.engine.has_unfinished(), "a request starved"
         self.finished_requests_are_right_and_pages_are_whole()
         assert self.checked == set(self.kinds)
+        self.engine.clear_cache()
         assert self.engine.pool.free == self.engine.pool.num_pages and self.engine.pool.reserved == 0
 
 

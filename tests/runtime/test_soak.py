@@ -53,5 +53,6 @@ def test_soak():
                 checked += 1
     assert checked + aborted == REQUESTS
     assert engine.scheduler.preemptions > 100, "the pool was short"
+    engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
     assert engine.tables.free_slots == CONCURRENT

@@ -1,0 +1,75 @@
+"""Which cache entry goes first: retention priority P = H * R * D / M (Eq. 5, §6.2), in a heap with lazy corrections."""
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+HALF_LIFE = 256  # accesses of the cache in which the weight of an old access halves
+
+
+def heat_after_access(heat: float, clock: int) -> float:
+    """log2 of the decayed access frequency H after one more access at `clock`, as seen from clock 0.
+
+    All frequencies decay at the same rate, so their order changes by accesses alone: seen from clock 0 an access
+    weighs 2^(clock / HALF_LIFE) and nothing has to be updated as time goes by. heat is -inf before the first access.
+    """
+    new = clock / HALF_LIFE
+    high, low = max(heat, new), min(heat, new)
+    return high + math.log2(1 + 2 ** (low - high))
+
+
+def depth_factor(depth: int, num_layers: int) -> float:
+    """D of Eq. 5: 1 at the first layer, falling to 1/2 at the last, because early layers are shared by more paths."""
+    return 1 - 0.5 * depth / max(1, num_layers - 1)
+
+
+def log_priority(heat: float, saved_us: float, depth: float, num_bytes: int) -> float:
+    """log2 P of Eq. 5 from log2 H, R in microseconds, D and M in bytes."""
+    return heat + math.log2(max(saved_us, 1e-6)) + math.log2(depth) - math.log2(num_bytes)
+
+
+class EvictionQueue(Generic[T]):
+    """A heap of things by priority, lowest first; `pop` corrects what has become worth more since it was pushed.
+
+    priority: the present priority of a thing.  Each operation is O(log n) amortised: pushing a thing again leaves its
+    old place behind, which is skipped when it comes up and swept out once the old places outnumber the things.
+    """
+
+    def __init__(self, priority: Callable[[T], float]) -> None:
+        self._priority = priority
+        self._heap: list[tuple[float, int, T]] = []
+        self._place: dict[T, int] = {}  # thing -> number of its valid place
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def push(self, thing: T) -> None:
+        """Add a thing, or give one that is in the queue its present priority."""
+        self._place[thing] = self._next
+        heapq.heappush(self._heap, (self._priority(thing), self._next, thing))
+        self._next += 1
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._place):
+            self._heap = [place for place in self._heap if self._place.get(place[2]) == place[1]]
+            heapq.heapify(self._heap)
+
+    def remove(self, thing: T) -> None:
+        """Take a thing out; one that is not in the queue is ignored."""
+        self._place.pop(thing, None)
+
+    def pop(self) -> T | None:
+        """Take out the thing of the lowest priority; None when the queue is empty."""
+        while self._heap:
+            priority, number, thing = heapq.heappop(self._heap)
+            if self._place.get(thing) != number:
+                continue
+            present = self._priority(thing)
+            if present > priority + 1e-9 and self._heap and present > self._heap[0][0]:
+                self.push(thing)
+                continue
+            del self._place[thing]
+            return thing
+        return None
