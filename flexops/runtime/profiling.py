@@ -23,6 +23,7 @@ from ..kernels import ATTENTION, SSM
 ROUTE_NAMES = {ATTENTION: "attention", SSM: "ssm"}
 # A matrix product's time rises with its rows in steps and slopes: it is fitted as a line between these numbers of rows
 ROW_KNOTS = (0, 2, 8, 32, 128, 512)
+FORMAT = 1  # of the terms and the file: a profile of another one is not read
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ def terms(route: int, load: BranchLoad, config: FlexHybridConfig) -> np.ndarray:
     """The terms of Table 1 for one branch: fp64 [k], each of which takes time in proportion.
 
     A constant for the layer, for having decodes, for having prefills, for one row alone (matrix libraries take another
-    path then); L d^2 in multiply-adds of the projections, in the
-    segments of ROW_KNOTS; ranges that prefill; then attention's requests that decode, L^2 d (pairs) and r d (keys, of
-    prefills and of decodes), or the SSM's L d_s and d_s. Multiply-adds are in millions.
+    path then); L d^2 in multiply-adds of the projections, in the segments of ROW_KNOTS; ranges that prefill; then
+    attention's requests that decode, L^2 d (pairs) and r d (keys, of prefills and of decodes), or the SSM's L d_s and
+    d_s. Multiply-adds are in millions.
     """
     tokens, prefills = load.tokens, len(load.counts) - load.num_decodes
     ends = (*ROW_KNOTS[1:], np.inf)
@@ -202,17 +203,13 @@ def fit(samples: list[Sample], config: FlexHybridConfig, key: dict[str, Any], ho
             raise ValueError(
                 f"{len(mine)} samples of {name} are too few to fit {matrix.shape[1]} terms: measure more batches"
             )
-
-        def solve(rows: np.ndarray, matrix: np.ndarray = matrix, times: np.ndarray = times) -> np.ndarray:
-            relative = matrix[rows] / times[rows, None]
-            return non_negative_least_squares(relative, np.ones(len(relative)))
-
-        errors = np.abs(matrix[test] @ solve(~test) / times[test] - 1)
+        relative, ones = matrix / times[:, None], np.ones(len(mine))
+        errors = np.abs(relative[test] @ non_negative_least_squares(relative[~test], ones[~test]) - 1)
         spreads = [s.spread for s, t in zip(mine, test, strict=True) if t]
         held_out[name] = HeldOut(
             float(np.median(errors)), float(np.quantile(errors, 0.9)), float(np.median(spreads)), int(test.sum())
         )
-        coefficients[name] = solve(np.ones(len(mine), dtype=bool)).tolist()
+        coefficients[name] = non_negative_least_squares(relative, ones).tolist()
     return BranchProfile(key, coefficients, held_out)
 
 
@@ -242,6 +239,7 @@ def profile_key(config: FlexHybridConfig, dtype: torch.dtype, device: torch.devi
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "format": FORMAT,
         "flexops": __version__,
         "torch": torch.__version__,
     }

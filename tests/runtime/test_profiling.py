@@ -121,6 +121,7 @@ def test_stored_and_loaded_for_the_same_model_alone(tmp_path):
         profiling.profile_key(CONFIG, torch.float32, CPU),
         {**key, "device": "another"},
         {**key, "flexops": "0.0.0"},
+        {**key, "format": 0},
     ):
         assert other != key and BranchProfile.load(path, other) is None
         assert profiling.profile_path(other) != profiling.profile_path(key)
