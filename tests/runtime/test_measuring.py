@@ -1,5 +1,7 @@
 """Taking a profile on this CPU: the batches drawn, that they run as the executor's do, and what is timed."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from flexops.kernels import ATTENTION, SSM
 from flexops.models.packed import PackedModel
 from flexops.runtime import measuring
-from flexops.runtime.measuring import BranchRunner, draw_loads, measure, profile_model
+from flexops.runtime.measuring import BranchRunner, draw_loads, measure, profile_model, time_us
 from flexops.runtime.profiling import BranchLoad, profile_key
 from tests import tiny
 
@@ -96,6 +98,20 @@ def test_every_round_times_every_batch_once_in_an_order_of_its_own(model, monkey
     assert all(16 <= s.us < 24 for s in samples), "the median of five runs is of the third round"
     assert len({s.us - 16 for s in samples}) == 8, "each has its own place in the round"
     assert [s.us for s in samples] != sorted(s.us for s in samples)
+
+
+def test_time_that_others_take_does_not_count_where_there_is_one_thread():
+    def waits() -> None:
+        time.sleep(0.05)
+
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert time_us(waits, cpu) < 20_000
+        torch.set_num_threads(2)
+        assert time_us(waits, cpu) >= 50_000
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_it_ends_after_three_rounds_when_time_is_up(model):
