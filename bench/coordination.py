@@ -241,6 +241,7 @@ def plot(data: dict, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     panels = 3 if "end_to_end" in data else 2
     figure, axes = plt.subplots(1, panels, figsize=(3.6 * panels, 3.6))
@@ -249,6 +250,8 @@ def plot(data: dict, path: Path) -> None:
         low, high = 0.9 * min(measured), 1.1 * max(measured)
         axis.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high], alpha=0.2, label="±5%")
         axis.loglog(measured, predicted, "o", markersize=3)
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())
         error = next(e["median"] for e in data["errors"] if e["branch"] == name)
         axis.set(title=f"{name}: median error {error:.1%}", xlabel="measured µs", ylabel="predicted µs")
         axis.legend(frameon=False)
