@@ -145,7 +145,7 @@ def counting() -> Iterator[Traffic]:
         executor.__call__ = run_grid
 
 
-STATED = ("gate_route", "paged_attention", "paged_attention_decode", "causal_conv1d", "ssd_scan")
+STATED = ("gate_route", "paged_attention", "paged_attention_decode", "causal_conv1d", "ssd_scan", "decode_branches")
 
 
 def measure(case: str, size: Size) -> dict[str, float]:

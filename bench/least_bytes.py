@@ -111,6 +111,10 @@ def _least_update(*args: Any) -> int:
     return (reading + requests) * state + windows + rows + results + _bytes(weight, bias, a_log, D, dt_bias) + tables
 
 
+def _least_decode_branches(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, *ssm: Any) -> int:
+    return _least_attention(q, cache, table, table[:0], lens, scale, 1) + _least_update(*ssm)
+
+
 LEAST: dict[str, Callable[..., int]] = {
     "rms_norm": _least_norm,
     "silu_mul": lambda gate, up: 3 * _bytes(gate),
@@ -129,4 +133,5 @@ LEAST: dict[str, Callable[..., int]] = {
     "causal_conv1d": _least_conv,
     "ssd_scan": _least_scan,
     "state_update": _least_update,
+    "decode_branches": _least_decode_branches,
 }

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,10 @@ from transformers.utils import logging as transformers_logging
 from . import EngineConfig, FlexHybridModel, __version__
 from .models import loading
 from .models.layout import Layout, layout_strip
+from .models.packed import PackedModel
 from .runtime import Engine, RequestOutput, SamplingParams
+from .runtime.measuring import profile_model
+from .runtime.profiling import profile_path
 from .text import TextStream
 
 app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.", add_completion=False)
@@ -30,6 +34,8 @@ app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.",
 _CONTROL = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
 # parameters; below, a second thread gains little, and waiting for it costs much where another program holds its core
 SMALL_MODEL = 20_000_000
+MIN_BATCHES = 40  # for `profile`: below, the fit has hardly more samples than terms
+PROFILED_CONTEXT = 4096  # tokens cached per request, at most, in what `profile` measures
 ROUTE_STYLES = {"A": "black on bright_magenta", "S": "black on bright_cyan", "?": "dim"}
 
 
@@ -46,6 +52,15 @@ def user_errors() -> Iterator[None]:
     except ValueError as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and progress bars of transformers inside."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with redirect_stderr(StringIO()):
+        yield
 
 
 @app.callback(invoke_without_command=True)
@@ -99,9 +114,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        with redirect_stderr(StringIO()):  # progress bars
+        with quiet_transformers():
             loaded, tokenizer = loading.load(model)
             loaded.to(choose_device(device))
         if loaded.num_parameters() < SMALL_MODEL:
@@ -126,6 +139,54 @@ def generate(
     console.print(summary(list(runs.values())))
     total = sum(run.new_tokens for run in runs.values())
     console.print(f"{total} tokens in {seconds:.2f} s: {total / seconds:.1f} tokens/s over all prompts")
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="flex-tiny, smollm2, or the folder of a saved model.")] = "flex-tiny",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    batches: Annotated[int, typer.Option(help="Batches to measure; more fit better.")] = 160,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+) -> None:
+    """Measure the attention and the SSM branch of a model on this device, once, and store what they cost."""
+    console = Console(highlight=False)
+    with user_errors():
+        if batches < MIN_BATCHES or not seconds > 0:
+            raise ValueError(f"--batches {batches} must be at least {MIN_BATCHES}, and --seconds {seconds} above 0")
+        chosen = choose_device(device)
+        with quiet_transformers():
+            loaded, _ = loading.load(model)
+            loaded.to(chosen)
+        if loaded.num_parameters() < SMALL_MODEL:
+            torch.set_num_threads(1)
+        with torch.no_grad():
+            packed = PackedModel(loaded, loaded.config.max_position_embeddings)
+        columns = (
+            TextColumn("measuring"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            made = profile_model(
+                packed,
+                max_context=min(loaded.config.max_position_embeddings - 1, PROFILED_CONTEXT),
+                batches=batches,
+                budget_s=seconds,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        path = profile_path(made.key)
+        made.save(path)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("branch", "held-out error", "90th percentile", "spread of a run", "samples"):
+        table.add_column(name, justify="left" if name == "branch" else "right")
+    for name, error in made.held_out.items():
+        cells = (f"{value:.1%}" for value in (error.median, error.p90, error.spread))
+        table.add_row(name, *cells, str(error.count))
+    console.print(table)
+    console.print(f"stored for {made.key['device']} in {path}", soft_wrap=True)
 
 
 @dataclass

@@ -149,6 +149,9 @@ class EngineConfig:
     alone take, by the engine's own measurements; None always allows max_batched_tokens. Never changes a result.
     max_model_len: prompt plus output of one request; None takes the model's max_position_embeddings.
     selective_batching: False runs requests grouped by whole layout, one group after another (ablation of §5.1).
+    coordination: both branches of a layer at once on a GPU (§5.2). True: partitioned SMs where the predicted gain beats
+    fork and join, and one launch for decodes; "streams": two plain streams; False: one after the other (ablation), as
+    on every CPU. Never changes a result.
     context_cache: "hybrid" reuses prefixes layer by layer (§6), "conventional" only whole ones of an equal layout (for
     comparison), None keeps nothing between requests. Never changes a result.
     cache_entries: "auto" keeps KV, states and layer inputs while there is room and lets their value decide what goes;
@@ -168,6 +171,7 @@ class EngineConfig:
     decode_slowdown: float | None = 1.6
     max_model_len: int | None = None
     selective_batching: bool = True
+    coordination: bool | str = True
     context_cache: Literal["hybrid", "conventional"] | None = "hybrid"
     cache_entries: Literal["auto", "paper"] = "auto"
     cache_eviction: Literal["value", "lru"] = "value"
@@ -181,6 +185,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.decode_slowdown is not None and not self.decode_slowdown > 1:
             raise ValueError(f"decode_slowdown={self.decode_slowdown} must be above 1, or None for no limit")
+        if self.coordination not in (True, False, "streams"):
+            raise ValueError(f"coordination={self.coordination!r} must be True, False or 'streams'")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be positive, or None for a share of the memory")
         choices = {

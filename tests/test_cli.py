@@ -1,16 +1,18 @@
 """`flexops generate` as a person runs it: from arguments to what stands on the terminal."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import flexops
 from flexops import cli
 from flexops import kernels as fk
-from flexops.runtime import Engine, SamplingParams
+from flexops.runtime import CostModel, Engine, SamplingParams
 from tests import tiny
 
 
@@ -24,7 +26,11 @@ def flexops_command(monkeypatch, capsys):
     """Runs the command in this process; returns exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        device = ["--device", "cpu"] if arguments[:1] == ("generate",) and "--device" not in arguments else []
+        device = (
+            ["--device", "cpu"]
+            if arguments[:1] in (("generate",), ("profile",)) and "--device" not in arguments
+            else []
+        )
         monkeypatch.setattr(sys, "argv", ["flexops", *map(str, arguments), *device])
         monkeypatch.setenv("COLUMNS", "120")
         with pytest.raises(SystemExit) as exit_, fk.backend("cpu"):
@@ -160,5 +166,28 @@ def test_mistakes_end_with_one_clear_line(flexops_command, folder, arguments, me
     assert message in err and "Traceback" not in err
 
 
+def test_profile_is_stored_and_reported(flexops_command, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, _ = flexops_command("profile", folder, "--batches", 40, "--seconds", 0.1)
+    assert code == 0
+    (path,) = (tmp_path / "flexops" / "profiles").iterdir()
+    stored = json.loads(path.read_text())
+    assert stored["key"]["hidden_size"] == 32 and stored["key"]["mamba_n_heads"] == 4
+    for name in ("attention", "ssm"):
+        error = stored["held_out"][name]
+        assert error["count"] == 10 and 0 < error["median"] <= error["p90"]
+        assert re.search(rf"{name} +{error['median']:.1%} +{error['p90']:.1%} +{error['spread']:.1%} +10\b", out)
+    assert str(path) in out
+    model, _ = cli.loading.load(folder)
+    cost = CostModel.of(model.config, torch.float32, torch.device("cpu"))
+    assert cost.profile is not None and cost.profile.coefficients == stored["coefficients"]
+
+
+@pytest.mark.parametrize("option", [("--batches", 39), ("--seconds", 0)])
+def test_profile_refuses_too_little(flexops_command, folder, option):
+    code, out, err = flexops_command("profile", folder, *option)
+    assert code == 2 and out == "" and "must be at least 40" in err
+
+
 def test_only_what_exists_is_offered():
-    assert [command.callback.__name__ for command in cli.app.registered_commands] == ["generate"]
+    assert [command.callback.__name__ for command in cli.app.registered_commands] == ["generate", "profile"]

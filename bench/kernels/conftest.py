@@ -44,7 +44,7 @@ GPU_PREFILL = replace(
     heads_per_page=1,
 )
 GPU_DECODE = replace(GPU_PREFILL, lengths=(64,) * 128, cached=(4032,) * 128)
-DECODES = ("finish_gated_norm", "paged_attention_decode", "state_update")
+DECODES = ("decode_branches", "finish_gated_norm", "paged_attention_decode", "state_update")
 
 
 def pytest_addoption(parser):

@@ -222,3 +222,11 @@ def state_update(
         keep = state_pages_out[:, i] >= 0
         state_cache[state_pages_out[keep, i].long(), : part.shape[1]] = part[keep]
     return gated.flatten(1).to(xBC.dtype), gated.square().sum(-1)
+
+
+def decode_branches(
+    q: Tensor, kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, scale: float, *ssm: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One branch after the other."""
+    rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1), *state_update(*ssm)

@@ -34,6 +34,7 @@ __all__ = [
     "apply_rope",
     "backend",
     "causal_conv1d",
+    "decode_branches",
     "finish_gated_norm",
     "gate_pool",
     "gate_route",
@@ -465,4 +466,48 @@ def state_update(
     return OPS.state_update(
         xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions, conv_cache, conv_pages_in, conv_pages_out,
         state_cache, state_pages_in, state_pages_out,
+    )  # fmt: skip
+
+
+def decode_branches(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    xBC: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    positions: Tensor,
+    conv_cache: Tensor,
+    conv_pages_in: Tensor,
+    conv_pages_out: Tensor,
+    state_cache: Tensor,
+    state_pages_in: Tensor,
+    state_pages_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The decodes of both branches of one layer together: `paged_attention` of one query each, and `state_update`.
+
+    q: [Ra, Hq, d] x dtype, the query of attention request r in row r, rotated; kv_cache [num_pages, 2, Hk,
+        page_tokens, d] x dtype, page_table [Ra, pages] int32, context_lens [Ra] int32, scale: as in
+        `paged_attention`, read.
+    xBC [Rs, C] x dtype, and z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions of the SSM requests, their
+        conv_cache and state_cache and the tables of pages: as in `state_update`; both caches are written in place.
+    Returns attention [Ra, Hq, d] x dtype, y * silu(z) [Rs, H*P] x dtype and its sums of squares [Rs, H] fp32, new: the
+        bits that the two operators give. On a GPU one grid computes both. Accumulates in fp32.
+    Raises ValueError, also where a gradient is recorded. Implements the concurrent branches of §5.2 for decodes.
+    """
+    _refuse_gradient(
+        "decode_branches", "torch.no_grad(), or varlen_attention, causal_conv1d and ssd_scan", q=q, kv_cache=kv_cache,
+        xBC=xBC, z=z, dt=dt, conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log, D=D, dt_bias=dt_bias,
+        state_cache=state_cache,
+    )  # fmt: skip
+    return OPS.decode_branches(
+        q, kv_cache, page_table, context_lens, scale, xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions,
+        conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out,
     )  # fmt: skip

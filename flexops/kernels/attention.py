@@ -8,7 +8,7 @@ position change nothing (p = 0, scale 1). So neither the batch nor the cut of a 
 with one query take the split form, whatever shares their call: its splits depend on the request's own context only.
 """
 
-import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -167,11 +167,14 @@ def split_length(context, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _decode_kernel(
+def decode_tile(
+    request,
+    kv_head,
+    program,
+    start,
     q_ptr,
     cache_ptr,
     pages_ptr,
-    cu_seqlens_ptr,
     context_ptr,
     out_ptr,
     partial_ptr,
@@ -193,18 +196,11 @@ def _decode_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """The splits program, program + programs, ... of one request and KV head; each on its own, from nothing.
+    """The splits program, program + programs, ... of one request, whose query is row `start`, and one KV head.
 
-    A request of one split gets its result here. Otherwise partial [R, Hq, splits, d] holds sums of p v, and stats
-    [2, R, Hq, splits] the maxima and sums of p, for `_combine_kernel`.
+    Each split is computed on its own, from nothing. A request of one split gets its result here. Otherwise partial
+    [R, Hq, splits, d] holds sums of p v, and stats [2, R, Hq, splits] the maxima and sums of p, for `_combine_kernel`.
     """
-    pid = tl.program_id(0)
-    program = pid % programs
-    kv_head = pid // programs % KV_HEADS
-    request = pid // programs // KV_HEADS
-    start = tl.load(cu_seqlens_ptr + request)
-    if tl.load(cu_seqlens_ptr + request + 1) - start != 1:
-        return
     context = tl.load(context_ptr + request)
     length = split_length(context, SPLIT_TOKENS, MAX_SPLITS)
     splits = tl.cdiv(context, length)
@@ -255,6 +251,70 @@ def _decode_kernel(
 
 
 @triton.jit
+def _decode_kernel(
+    q_ptr,
+    cache_ptr,
+    pages_ptr,
+    cu_seqlens_ptr,
+    context_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale,
+    q_stride,
+    pages_stride,
+    requests,
+    splits_stride,
+    programs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """`decode_tile` of each request that has one query."""
+    pid = tl.program_id(0)
+    request = pid // programs // KV_HEADS
+    start = tl.load(cu_seqlens_ptr + request)
+    if tl.load(cu_seqlens_ptr + request + 1) - start != 1:
+        return
+    decode_tile(
+        request,
+        pid // programs % KV_HEADS,
+        pid % programs,
+        start,
+        q_ptr,
+        cache_ptr,
+        pages_ptr,
+        context_ptr,
+        out_ptr,
+        partial_ptr,
+        stats_ptr,
+        scale,
+        q_stride,
+        pages_stride,
+        requests,
+        splits_stride,
+        programs,
+        KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        PAGE_TOKENS,
+        PAGE_STRIDE,
+        SPLIT_TOKENS,
+        MAX_SPLITS,
+        BLOCK_ROWS,
+        BLOCK_KEYS,
+        BLOCK_DIM,
+    )
+
+
+@triton.jit
 def _combine_kernel(
     cu_seqlens_ptr,
     context_ptr,
@@ -269,13 +329,20 @@ def _combine_kernel(
     MAX_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Sums the splits of one head of one request, always as a tree over MAX_SPLITS places."""
+    """Sums the splits of one head of one request, always as a tree over MAX_SPLITS places.
+
+    Without cu_seqlens every request has one query, row r of request r.
+    """
     pid = tl.program_id(0)
     request, head = pid // HEADS, pid % HEADS
-    start = tl.load(cu_seqlens_ptr + request)
+    start = request
+    if cu_seqlens_ptr is not None:
+        start = tl.load(cu_seqlens_ptr + request)
+        if tl.load(cu_seqlens_ptr + request + 1) - start != 1:
+            return
     context = tl.load(context_ptr + request)
     splits = tl.cdiv(context, split_length(context, SPLIT_TOKENS, MAX_SPLITS))
-    if tl.load(cu_seqlens_ptr + request + 1) - start != 1 or splits == 1:
+    if splits == 1:
         return
     split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -304,32 +371,52 @@ def _prefill_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tu
     return 128, 64 if head_dim <= 64 or warpgroup_mma else 32, 8, 3
 
 
-def _launch_decode(tensors: tuple[Tensor, ...], numbers: tuple[float, ...], shape: dict[str, int]) -> None:
-    """The requests of one query: their splits, then the sums over splits."""
-    q, _, page_table, cu_seqlens, context_lens, out = tensors
-    heads, head_dim, requests = q.shape[1], q.shape[2], cu_seqlens.numel() - 1
-    tile = max(16, triton.next_power_of_2(shape["GROUP"])), shape["BLOCK_DIM"]
-    splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * shape["PAGE_TOKENS"], SPLIT_TOKENS)))
-    programs = min(splits, max(1, DECODE_PROGRAMS // (requests * shape["KV_HEADS"])))
-    partial = torch.empty((requests, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((2, requests, heads, splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(requests * shape["KV_HEADS"] * programs,)](
-        *tensors,
-        partial,
-        stats,
-        *numbers,
-        requests,
-        splits,
-        programs,
-        **shape,
-        SPLIT_TOKENS=SPLIT_TOKENS,
-        MAX_SPLITS=MAX_SPLITS,
-        BLOCK_ROWS=tile[0],
-        BLOCK_KEYS=32 if q.dtype == torch.float32 or math.prod(tile) > 8192 else 64,
-        num_warps=8 if math.prod(tile) > 4096 else 4,
-        num_stages=3,
-    )
-    if splits > 1:
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """How requests of one query are launched: what `_decode_kernel` and the fused decode launch share.
+
+    splits: the most that a request may have.  programs: per request and KV head.  constants: of `decode_tile`.
+    num_warps: of the launch.
+    """
+
+    splits: int
+    programs: int
+    constants: dict[str, int]
+    num_warps: int
+
+    @classmethod
+    def of(cls, q: Tensor, kv_cache: Tensor, page_table: Tensor) -> "DecodeLaunch":
+        """The launch for q [T, Hq, d] over kv_cache [num_pages, 2, Hk, page_tokens, d] and page_table [R, pages]."""
+        shape = _shape(q, kv_cache)
+        requests = page_table.shape[0]
+        tile = max(16, triton.next_power_of_2(shape["GROUP"])) * shape["BLOCK_DIM"]
+        splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * shape["PAGE_TOKENS"], SPLIT_TOKENS)))
+        return cls(
+            splits=splits,
+            programs=min(splits, max(1, DECODE_PROGRAMS // (requests * shape["KV_HEADS"]))),
+            constants={
+                **shape,
+                "SPLIT_TOKENS": SPLIT_TOKENS,
+                "MAX_SPLITS": MAX_SPLITS,
+                "BLOCK_ROWS": tile // shape["BLOCK_DIM"],
+                "BLOCK_KEYS": 32 if q.dtype == torch.float32 or tile > 8192 else 64,
+            },
+            num_warps=8 if tile > 4096 else 4,
+        )
+
+    def buffers(self, q: Tensor, requests: int) -> tuple[Tensor, Tensor]:
+        """Room for the splits of so many requests: sums of p v, and maxima and sums of p."""
+        heads, head_dim = q.shape[1:]
+        partial = torch.empty((requests, heads, self.splits, head_dim), dtype=torch.float32, device=q.device)
+        return partial, torch.empty((2, requests, heads, self.splits), dtype=torch.float32, device=q.device)
+
+    def combine(
+        self, cu_seqlens: Tensor | None, context_lens: Tensor, partial: Tensor, stats: Tensor, out: Tensor
+    ) -> None:
+        """Sum the splits into out, where there may be more than one."""
+        if self.splits == 1:
+            return
+        requests, heads = partial.shape[:2]
         _combine_kernel[(requests * heads,)](
             cu_seqlens,
             context_lens,
@@ -337,14 +424,27 @@ def _launch_decode(tensors: tuple[Tensor, ...], numbers: tuple[float, ...], shap
             stats,
             out,
             requests,
-            splits,
+            self.splits,
             HEADS=heads,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=out.shape[2],
             SPLIT_TOKENS=SPLIT_TOKENS,
             MAX_SPLITS=MAX_SPLITS,
-            BLOCK_DIM=shape["BLOCK_DIM"],
+            BLOCK_DIM=self.constants["BLOCK_DIM"],
             num_warps=4,
         )
+
+
+def _shape(q: Tensor, kv_cache: Tensor) -> dict[str, int]:
+    """The constants that prefill and decode share."""
+    kv_heads, page_tokens, head_dim = kv_cache.shape[2:]
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": q.shape[1] // kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE_TOKENS": page_tokens,
+        "PAGE_STRIDE": kv_cache.stride(0),
+        "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
+    }
 
 
 def paged_attention(
@@ -369,25 +469,16 @@ def paged_attention(
     batch, nor on how its queries were cut into calls of two tokens or more.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tokens, heads, head_dim = q.shape
-    kv_heads, page_tokens = kv_cache.shape[2:4]
-    requests, group = cu_seqlens.numel() - 1, heads // kv_heads
-    if tokens == 0 or requests == 0:
+    requests = cu_seqlens.numel() - 1
+    if q.shape[0] == 0 or requests == 0:
         return out
     tensors = (q, kv_cache, page_table, cu_seqlens, context_lens, out)
     numbers = (scale * LOG2_E, q.stride(0), page_table.stride(0))
-    shape = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "PAGE_TOKENS": page_tokens,
-        "PAGE_STRIDE": kv_cache.stride(0),
-        "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
-    }
     if max_query_len > 1:
-        rows, keys, warps, stages = _prefill_tile(head_dim, q.dtype, q.device)
-        tiles = triton.cdiv(max_query_len * group, rows)
-        _prefill_kernel[(requests * kv_heads * tiles,)](
+        shape = _shape(q, kv_cache)
+        rows, keys, warps, stages = _prefill_tile(q.shape[2], q.dtype, q.device)
+        tiles = triton.cdiv(max_query_len * shape["GROUP"], rows)
+        _prefill_kernel[(requests * shape["KV_HEADS"] * tiles,)](
             *tensors,
             *numbers,
             tiles,
@@ -398,5 +489,19 @@ def paged_attention(
             num_stages=stages,
         )
     # prefill leaves requests of one query, and decode those of more: each request has one form, whatever its batch
-    _launch_decode(tensors, numbers, shape)
+    launch = DecodeLaunch.of(q, kv_cache, page_table)
+    partial, stats = launch.buffers(q, requests)
+    _decode_kernel[(requests * launch.constants["KV_HEADS"] * launch.programs,)](
+        *tensors,
+        partial,
+        stats,
+        *numbers,
+        requests,
+        launch.splits,
+        launch.programs,
+        **launch.constants,
+        num_warps=launch.num_warps,
+        num_stages=3,
+    )
+    launch.combine(cu_seqlens, context_lens, partial, stats, out)
     return out

@@ -447,6 +447,37 @@ def state_update(
         _entries(args, name, table, state_cache.shape[0])
 
 
+def decode_branches(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    xBC: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    positions: Tensor,
+    conv_cache: Tensor,
+    conv_pages_in: Tensor,
+    conv_pages_out: Tensor,
+    state_cache: Tensor,
+    state_pages_in: Tensor,
+    state_pages_out: Tensor,
+) -> None:
+    args = _Arguments("q", q, "Ra Hq d")
+    args.tensor("xBC", xBC, "Rs C", _SAME)
+    rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
+    ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
+    caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
+    state_update(*ssm, *caches)
+
+
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> None:
     args = _Arguments("q", q, "T Hq d")
     args.tensor("k", k, "T Hk d", _SAME)

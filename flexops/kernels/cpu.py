@@ -7,6 +7,9 @@ either; other dtypes run the reference, which promises less. Kernels are compile
 machine: `cpu_launch.py`.
 """
 
+import torch
+from torch import Tensor
+
 from flexops.kernels.cpu_attention import append_kv, apply_rope, paged_attention
 from flexops.kernels.cpu_conv import causal_conv1d
 from flexops.kernels.cpu_rows import (
@@ -27,6 +30,7 @@ __all__ = [
     "append_kv",
     "apply_rope",
     "causal_conv1d",
+    "decode_branches",
     "finish_gated_norm",
     "gate_pool",
     "gate_route",
@@ -41,3 +45,33 @@ __all__ = [
     "ssd_scan",
     "state_update",
 ]
+
+
+def decode_branches(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    xBC: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    positions: Tensor,
+    conv_cache: Tensor,
+    conv_pages_in: Tensor,
+    conv_pages_out: Tensor,
+    state_cache: Tensor,
+    state_pages_in: Tensor,
+    state_pages_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One branch after the other: on a CPU there is no launch to save."""
+    rows = torch.arange(q.shape[0] + 1, dtype=torch.int32)
+    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
+    ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
+    caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
+    return attention, *state_update(*ssm, *caches)

@@ -45,6 +45,10 @@ SCHEMAS = {
     "state_update": "(Tensor xBC, Tensor z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, "
     "Tensor? dt_bias, Tensor positions, Tensor(a!) conv_cache, Tensor conv_pages_in, Tensor conv_pages_out, "
     "Tensor(b!) state_cache, Tensor state_pages_in, Tensor state_pages_out) -> (Tensor, Tensor)",
+    "decode_branches": "(Tensor q, Tensor kv_cache, Tensor page_table, Tensor context_lens, float scale, Tensor xBC, "
+    "Tensor z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor? dt_bias, "
+    "Tensor positions, Tensor(a!) conv_cache, Tensor conv_pages_in, Tensor conv_pages_out, Tensor(b!) state_cache, "
+    "Tensor state_pages_in, Tensor state_pages_out) -> (Tensor, Tensor, Tensor)",
 }
 
 
@@ -119,6 +123,10 @@ def _fake_state_update(xBC: Tensor, z: Tensor, dt: Tensor, *_):
     return xBC.new_empty(z.shape), dt.new_empty(dt.shape, dtype=_sums_dtype(xBC))
 
 
+def _fake_decode_branches(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, xBC: Tensor, *rest):
+    return q.new_empty(q.shape), *_fake_state_update(xBC, *rest)
+
+
 _IMPLEMENTATIONS = {"scatter_rows": _scatter_rows, "scattered_rows": _scattered_rows, "append_kv": _append_kv}
 _FAKES = {
     "gate_pool": _fake_gate_pool,
@@ -127,6 +135,7 @@ _FAKES = {
     "scatter_rows": _fake_scatter_rows,
     "split_norm": _fake_split_norm,
     "state_update": _fake_state_update,
+    "decode_branches": _fake_decode_branches,
 }
 
 for _name, _schema in SCHEMAS.items():

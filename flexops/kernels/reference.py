@@ -410,3 +410,37 @@ def state_update(
         _write_window(conv_cache, conv_pages_out[r], ring)
         _write_state(state_cache, state_pages_out[r], state)
     return out, sums
+
+
+def decode_branches(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    xBC: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    positions: Tensor,
+    conv_cache: Tensor,
+    conv_pages_in: Tensor,
+    conv_pages_out: Tensor,
+    state_cache: Tensor,
+    state_pages_in: Tensor,
+    state_pages_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The decodes of one layer, both branches: `paged_attention` with one query a request, and `state_update`.
+
+    q [Ra, Hq, d] with the query of attention request r in row r, kv_cache, page_table and context_lens as in
+    `paged_attention`; the rest as in `state_update`.  Returns attention [Ra, Hq, d] and what `state_update` returns.
+    """
+    rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
+    ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
+    caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
+    return attention, *state_update(*ssm, *caches)

@@ -83,8 +83,9 @@ def _conv_step(
     return silu(acc).to(xBC.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["heads"])
-def state_update_kernel(
+@triton.jit
+def state_update_tile(
+    program,
     xBC,
     z,
     dt,
@@ -123,13 +124,13 @@ def state_update_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`heads` heads of one group and request, in tiles [BLOCK_P, BLOCK_N] of their state.
+    """Program number `program`: `heads` heads of one group and request, in tiles [BLOCK_P, BLOCK_N] of their state.
 
     heads is a number of the launch, not of the code: however many heads a program takes, a head gives the same bits.
     """
     programs = H // heads
-    request = tl.cast(tl.program_id(0) // programs, tl.int64)
-    first_head = tl.program_id(0) % programs * heads
+    request = tl.cast(program // programs, tl.int64)
+    first_head = program % programs * heads
     group = first_head // HEADS_PER_GROUP
     n = tl.arange(0, BLOCK_N)
     if tl.load(state_pages_out + request * state_out_stride) < 0:
@@ -236,11 +237,121 @@ def state_update_kernel(
         tl.store(sums + request * H + head, sum_squares)
 
 
+@triton.jit(do_not_specialize=["heads"])
+def state_update_kernel(
+    xBC,
+    z,
+    dt,
+    conv_weight,
+    conv_bias,
+    A_log,
+    D,
+    dt_bias,
+    positions,
+    conv_cache,
+    conv_pages_in,
+    conv_pages_out,
+    state_cache,
+    state_pages_in,
+    state_pages_out,
+    out,
+    sums,
+    heads,
+    xBC_stride,
+    z_stride,
+    dt_stride,
+    conv_page_stride,
+    conv_in_stride,
+    conv_out_stride,
+    state_page_stride,
+    state_in_stride,
+    state_out_stride,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEADS_PER_PAGE: tl.constexpr,
+    CHANNELS_PER_PAGE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One `state_update_tile` per program."""
+    state_update_tile(
+        tl.program_id(0),
+        xBC,
+        z,
+        dt,
+        conv_weight,
+        conv_bias,
+        A_log,
+        D,
+        dt_bias,
+        positions,
+        conv_cache,
+        conv_pages_in,
+        conv_pages_out,
+        state_cache,
+        state_pages_in,
+        state_pages_out,
+        out,
+        sums,
+        heads,
+        xBC_stride,
+        z_stride,
+        dt_stride,
+        conv_page_stride,
+        conv_in_stride,
+        conv_out_stride,
+        state_page_stride,
+        state_in_stride,
+        state_out_stride,
+        H,
+        P,
+        N,
+        HEADS_PER_GROUP,
+        HEADS_PER_PAGE,
+        CHANNELS_PER_PAGE,
+        K,
+        BLOCK_X,
+        BLOCK_P,
+        BLOCK_N,
+    )
+
+
 def heads_per_program(num_requests: int, num_heads: int, n_groups: int) -> int:
     """How many heads one program takes: a divisor of a group's heads, fewer where the launch would be small."""
     heads_per_group = num_heads // n_groups
     fitting = [k for k in range(1, MAX_HEADS + 1) if heads_per_group % k == 0]
     return max((k for k in fitting if num_requests * num_heads // k >= MIN_PROGRAMS), default=1)
+
+
+def update_results(xBC: Tensor, z: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what `state_update` returns."""
+    out = torch.empty(z.shape, dtype=xBC.dtype, device=xBC.device)
+    return out, torch.empty(dt.shape, dtype=torch.float32, device=xBC.device)
+
+
+def update_constants(
+    xBC: Tensor, dt: Tensor, conv_weight: Tensor, conv_cache: Tensor, state_cache: Tensor
+) -> dict[str, int]:
+    """The constants of `state_update_tile`."""
+    num_heads, (heads_per_page, head_dim, d_state) = dt.shape[1], state_cache.shape[1:]
+    n_groups = (xBC.shape[1] - num_heads * head_dim) // (2 * d_state)
+    block_n = triton.next_power_of_2(d_state)
+    return {
+        "H": num_heads,
+        "P": head_dim,
+        "N": d_state,
+        "HEADS_PER_GROUP": num_heads // n_groups,
+        "HEADS_PER_PAGE": heads_per_page,
+        "CHANNELS_PER_PAGE": conv_cache.shape[2],
+        "K": conv_weight.shape[1],
+        "BLOCK_X": max(128, triton.next_power_of_2(head_dim)),
+        "BLOCK_P": min(triton.next_power_of_2(head_dim), TILE // block_n),
+        "BLOCK_N": block_n,
+    }
 
 
 def state_update(
@@ -276,14 +387,11 @@ def state_update(
     `finish_gated_norm`. Arithmetic is fp32; convolved channels are rounded to the dtype of xBC, as in prefill.
     """
     num_requests, num_heads = dt.shape
-    head_dim, d_state = state_cache.shape[2:]
-    n_groups = (xBC.shape[1] - num_heads * head_dim) // (2 * d_state)
-    out = torch.empty(num_requests, num_heads * head_dim, dtype=xBC.dtype, device=xBC.device)
-    sums = torch.empty(num_requests, num_heads, dtype=torch.float32, device=xBC.device)
+    out, sums = update_results(xBC, z, dt)
     if num_requests == 0:
         return out, sums
-    heads = heads_per_program(num_requests, num_heads, n_groups)
-    block_n = triton.next_power_of_2(d_state)
+    constants = update_constants(xBC, dt, conv_weight, conv_cache, state_cache)
+    heads = heads_per_program(num_requests, num_heads, num_heads // constants["HEADS_PER_GROUP"])
     state_update_kernel[(num_requests * num_heads // heads,)](
         xBC,
         z,
@@ -303,25 +411,9 @@ def state_update(
         out,
         sums,
         heads,
-        xBC.stride(0),
-        z.stride(0),
-        dt.stride(0),
-        conv_cache.stride(0),
-        conv_pages_in.stride(0),
-        conv_pages_out.stride(0),
-        state_cache.stride(0),
-        state_pages_in.stride(0),
-        state_pages_out.stride(0),
-        H=num_heads,
-        P=head_dim,
-        N=d_state,
-        HEADS_PER_GROUP=num_heads // n_groups,
-        HEADS_PER_PAGE=state_cache.shape[1],
-        CHANNELS_PER_PAGE=conv_cache.shape[2],
-        K=conv_weight.shape[1],
-        BLOCK_X=max(128, triton.next_power_of_2(head_dim)),
-        BLOCK_P=min(triton.next_power_of_2(head_dim), TILE // block_n),
-        BLOCK_N=block_n,
+        *(t.stride(0) for t in (xBC, z, dt, conv_cache, conv_pages_in, conv_pages_out)),
+        *(t.stride(0) for t in (state_cache, state_pages_in, state_pages_out)),
+        **constants,
         num_warps=4,
     )
     return out, sums

@@ -3,6 +3,7 @@
 from .activation import silu_mul
 from .attention import paged_attention
 from .causal_conv1d import causal_conv1d
+from .decode_branches import decode_branches
 from .gate_pool import gate_pool, gate_route
 from .kv_cache import append_kv, apply_rope
 from .norm import finish_gated_norm, gated_rms_norm, rms_norm
@@ -18,6 +19,7 @@ __all__ = [
     "append_kv",
     "apply_rope",
     "causal_conv1d",
+    "decode_branches",
     "finish_gated_norm",
     "gate_pool",
     "gate_route",

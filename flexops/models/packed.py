@@ -72,6 +72,10 @@ class PackedAttention:
     ) -> Tensor:
         """u: [T, hidden_size] compact rows -> [T, hidden_size]; this batch's keys and values enter kv_cache."""
         q = self.append(u, batch, cos_sin, kv_cache, ops)
+        return self.out(self.attend(q, batch, kv_cache, ops).flatten(1))
+
+    def attend(self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType) -> Tensor:
+        """q: [T, num_heads, head_dim] -> attention over the cache, the same shape."""
         n = batch.num_decodes
         parts = []
         if n:
@@ -83,7 +87,7 @@ class PackedAttention:
             ops.paged_attention(rows, kv_cache, table, seqlens, lens, self.scale, longest)
             for rows, table, seqlens, lens, longest in parts
         ]
-        return self.out((outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def append(
         self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
@@ -108,36 +112,64 @@ class PackedMamba2:
 
     def __call__(self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType) -> Tensor:
         """u: [T, hidden_size] compact rows -> [T, hidden_size]; states and windows move on by this batch's tokens."""
+        return self.out(self.mix(*self.project(u), batch, state_cache, conv_cache, ops))
+
+    def project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The in-projection's z [T, d_inner], xBC [T, conv_dim] and dt [T, num_heads], slices of one tensor."""
+        z, xBC, dt = self.in_proj(u).split(self.mixer.splits, dim=-1)
+        return z, xBC, dt
+
+    def update_arguments(
+        self, z: Tensor, xBC: Tensor, dt: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The arguments of `state_update` for the decode rows, in place."""
+        n = batch.num_decodes
+        return (
+            xBC[:n],
+            z[:n],
+            dt[:n],
+            self.conv_weight,
+            self.conv_bias,
+            self.A_log,
+            self.D,
+            self.dt_bias,
+            batch.positions,
+            conv_cache,
+            batch.conv_pages[:n],
+            batch.conv_pages[:n],
+            state_cache,
+            batch.state_pages[:n],
+            batch.state_pages[:n],
+        )
+
+    def finish_update(self, y: Tensor, sums: Tensor, ops: ModuleType) -> Tensor:
+        """What `state_update` returned, normalised: [n, d_inner]."""
+        return ops.finish_gated_norm(y, sums, self.norm_weight, self.mixer.eps, self.mixer.n_groups)
+
+    def mix(
+        self,
+        z: Tensor,
+        xBC: Tensor,
+        dt: Tensor,
+        batch: SSMBatch,
+        state_cache: Tensor,
+        conv_cache: Tensor,
+        ops: ModuleType,
+    ) -> Tensor:
+        """What lies between the projections: [T, d_inner]; states and windows move on."""
         mixer, n = self.mixer, batch.num_decodes
-        z, xBC, dt = self.in_proj(u).split(mixer.splits, dim=-1)
         parts = []
         if n:
-            y, sums = ops.state_update(
-                xBC[:n],
-                z[:n],
-                dt[:n],
-                self.conv_weight,
-                self.conv_bias,
-                self.A_log,
-                self.D,
-                self.dt_bias,
-                batch.positions,
-                conv_cache,
-                batch.conv_pages[:n],
-                batch.conv_pages[:n],
-                state_cache,
-                batch.state_pages[:n],
-                batch.state_pages[:n],
-            )
-            parts.append(ops.finish_gated_norm(y, sums, self.norm_weight, mixer.eps, mixer.n_groups))
-        if n < u.shape[0]:
+            y, sums = ops.state_update(*self.update_arguments(z, xBC, dt, batch, state_cache, conv_cache))
+            parts.append(self.finish_update(y, sums, ops))
+        if n < z.shape[0]:
             y = self._scan(xBC[n:], dt[n:], batch, state_cache, conv_cache, ops)
             parts.append(ops.gated_rms_norm(y.flatten(1), z[n:], self.norm_weight, mixer.eps, mixer.n_groups))
-        return self.out(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def advance(self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType) -> None:
         """Move states and windows on by prefill rows u [T, hidden_size], without their outputs."""
-        _, xBC, dt = self.in_proj(u).split(self.mixer.splits, dim=-1)
+        _, xBC, dt = self.project(u)
         self._scan(xBC, dt, batch, state_cache, conv_cache, ops)
 
     def _scan(

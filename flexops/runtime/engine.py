@@ -23,6 +23,7 @@ from ..models.layout import Layout, layout_routes, layout_strip
 from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
 from .batch import PrefillSlice
+from .branches import make_coordinator
 from .context_cache import Captures, ContextCache
 from .coordination import CostModel, DeviceSpeed
 from .executor import Executor
@@ -76,7 +77,8 @@ class Engine:
         self.cache = _make_cache(self.config, self.pool, model.config, dtype)
         self.scheduler = Scheduler(self.config, self.tables, num_layers, self.cache, grid)
         keep_gates = self.cache is not None and self.config.reuse_generated
-        self.executor = Executor(packed, self.pool, self.tables, keep_gates)
+        coordinator = make_coordinator(self.config.coordination, model.config, dtype, device)
+        self.executor = Executor(packed, self.pool, self.tables, keep_gates, coordinator)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
         self.slice_budget = SliceBudget(self.config)

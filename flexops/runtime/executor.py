@@ -20,8 +20,10 @@ from torch import Tensor
 from ..kernels import ATTENTION, SSM, dispatch
 from ..models.packed import PackedLayer, PackedModel
 from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch
+from .branches import BranchCoordinator
 from .memory import PagePool
 from .prefix_reuse import Move, PrefixReuse
+from .profiling import BranchLoad
 from .request import PrefillProgress, Request, Stage, StageKind
 from .tables import UNKNOWN, RequestTables
 
@@ -50,9 +52,19 @@ class _Rows:
 class Executor:
     """Runs steps of a packed model over the page pool."""
 
-    def __init__(self, model: PackedModel, pool: PagePool, tables: RequestTables, keep_gates: bool) -> None:
-        """keep_gates: collect the gate rows of generated tokens, [slots, tokens, num_layers, gate_dim] fp32."""
-        self.model, self.pool, self.tables = model, pool, tables
+    def __init__(
+        self,
+        model: PackedModel,
+        pool: PagePool,
+        tables: RequestTables,
+        keep_gates: bool,
+        coordinator: BranchCoordinator | None = None,
+    ) -> None:
+        """keep_gates: collect the gate rows of generated tokens, [slots, tokens, num_layers, gate_dim] fp32.
+
+        coordinator: runs both branches of a layer at once; None runs one after the other.
+        """
+        self.model, self.pool, self.tables, self.coordinator = model, pool, tables, coordinator
         self.device = model.embedding.device
         self.ops = dispatch.select(self.device)
         self.num_layers = len(model.layers)
@@ -287,6 +299,13 @@ class Executor:
         self, layer_idx: int, layer: PackedLayer, step: StepBatch, split: RouteSplit, u: Tensor
     ) -> tuple[Tensor, Tensor]:
         n = split.num_attention
+        if self.coordinator is not None and not split.one_route:
+            assert layer.attention is not None and layer.ssm is not None, "a route that the layer does not have"
+            a, s = split.attention, split.ssm
+            batches = step.attention(layer_idx, a), step.ssm(layer_idx, s)
+            loads = BranchLoad(a.counts, a.starts, a.num_decodes), BranchLoad(s.counts, s.starts, s.num_decodes)
+            branches, cos_sin = (layer.attention, layer.ssm), self.model.cos_sin
+            return self.coordinator.run(*branches, u, *batches, *loads, cos_sin=cos_sin, pool=self.pool, ops=self.ops)
         y_attention, y_ssm = u[:n], u[n:]
         if n:
             assert layer.attention is not None, "a route that the layer does not have"

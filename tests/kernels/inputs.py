@@ -309,6 +309,11 @@ def _state_update(m: Maker):
     return xBC, z, dt, weight, bias, a_log, D, dt_bias, positions, *caches
 
 
+def _decode_branches(m: Maker):
+    q, cache, table, _, contexts, scale, _ = _paged_attention_decode(m)
+    return q, cache, table, contexts, scale, *_state_update(m)
+
+
 _CASES: dict[str, tuple[Callable[[Maker], tuple], tuple[int, ...]]] = {
     "rms_norm": (_rms_norm, ()),
     "silu_mul": (_silu_mul, ()),
@@ -327,6 +332,7 @@ _CASES: dict[str, tuple[Callable[[Maker], tuple], tuple[int, ...]]] = {
     "causal_conv1d": (_causal_conv1d, (5,)),
     "ssd_scan": (_ssd_scan, (10,)),
     "state_update": (_state_update, (9, 12)),
+    "decode_branches": (_decode_branches, (14, 17)),
 }
 CASES = tuple(_CASES)
 

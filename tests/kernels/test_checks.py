@@ -151,6 +151,10 @@ BAD_VALUES = {
     "update columns": ("state_update", 1, lambda z: z[:, :-1], r"^z: has 31 columns; allowed: H \* P = 4 \* 8"),
     "update heads": ("state_update", 5, lambda a: a[:-1], r"^A_log: .*H=4"),
     "update pages": ("state_update", 14, lambda p: _with(p, 0, 99), r"^state_pages_out: holds 99"),
+    "decode context": ("decode_branches", 3, lambda c: _with(c, 2, 99), r"^context_lens: request 2 has 99"),
+    "decode page missing": ("decode_branches", 2, lambda t: _with(t, (2, 1), -1), r"^page_table .*: holds -1"),
+    "decode dtypes": ("decode_branches", 5, lambda x: x.half(), r"^xBC: .*allowed: dtype float32"),
+    "decode states": ("decode_branches", 19, lambda p: _with(p, 0, 99), r"^state_pages_out: holds 99"),
     "update position": ("state_update", 8, lambda p: _with(p, 0, -5), r"^positions: holds -5"),
 }
 

@@ -270,6 +270,7 @@ IN_PLACE = {
     "append_kv": ("k", 1),
     "paged_attention": ("q", 0),
     "state_update": ("xBC", 0),
+    "decode_branches": ("q", 0),
 }
 
 
