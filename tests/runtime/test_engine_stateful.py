@@ -1,5 +1,7 @@
 """Any order of adding, stepping, aborting and preempting: tokens as if alone, the pool whole after every step."""
 
+import dataclasses
+import random
 from functools import cache
 
 from hypothesis import settings
@@ -19,13 +21,23 @@ def model() -> FlexHybridModel:
 
 
 @cache
+def all_asked() -> list[Asked]:
+    """The odd ones begin with a prefix of one prompt that they share."""
+    asked, rng = random_requests(model(), KINDS, longest=40, seed=21), random.Random(22)
+    shared = tuple(rng.randrange(2, 258) for _ in range(30))
+    for i in range(1, KINDS, 2):
+        prompt = (*shared[: rng.randint(4, 30)], *asked[i].prompt[: rng.randint(0, 10)])
+        asked[i] = dataclasses.replace(asked[i], prompt=prompt)
+    return asked
+
+
 def asked(kind: int) -> Asked:
-    return random_requests(model(), KINDS, longest=40, seed=21)[kind]
+    return all_asked()[kind]
 
 
 @cache
 def expected(kind: int) -> Given:
-    return alone(model(), asked(kind))
+    return alone(model(), asked(kind), context_cache=None)
 
 
 @cache
@@ -36,8 +48,23 @@ def page_bytes() -> int:
 class Life(RuleBasedStateMachine):
     """An engine with a pool of a few requests' size, slicing prompts at odd places."""
 
-    @initialize(pages=st.integers(20, 60), budget=st.integers(3, 80), slots=st.integers(1, 5), selective=st.booleans())
-    def start(self, pages: int, budget: int, slots: int, selective: bool) -> None:
+    @initialize(
+        pages=st.integers(20, 90),
+        budget=st.integers(3, 80),
+        slots=st.integers(1, 5),
+        selective=st.booleans(),
+        kept=st.sampled_from([("hybrid", "auto"), ("hybrid", "paper"), ("conventional", "auto"), (None, "auto")]),
+        cache_pages=st.sampled_from([None, 3, 12, 20]),
+    )
+    def start(
+        self,
+        pages: int,
+        budget: int,
+        slots: int,
+        selective: bool,
+        kept: tuple[str | None, str],
+        cache_pages: int | None,
+    ) -> None:
         self.engine = small_engine(
             model(),
             memory_bytes=pages * page_bytes(),
@@ -45,6 +72,10 @@ class Life(RuleBasedStateMachine):
             decode_slowdown=None,
             max_num_requests=slots,
             selective_batching=selective,
+            context_cache=kept[0],
+            cache_entries=kept[1],
+            cache_bytes=None if cache_pages is None else cache_pages * page_bytes(),
+            reuse_generated=False,
         )
         self.kinds: dict[int, int] = {}
         self.given: dict[tuple[int, int], Given] = {}
@@ -104,3 +135,15 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+def test_the_prompts_above_share_enough_to_hit():
+    engine = small_engine(model(), reuse_generated=False)
+    given: dict[tuple[int, int], Given] = {}
+    for kind in range(KINDS):
+        a = asked(kind)
+        engine.add_request(a.prompt, a.params, a.layout, a.gate_bias)
+        while engine.has_unfinished():
+            collect(given, engine)
+        assert given[kind, 0].same_bits(expected(kind))
+    assert engine.stats()["cache_hits"] >= 4
