@@ -97,7 +97,8 @@ class Executor:
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
         step = StepBatch(self.tables, slots, self.device)
         decode_h = model.embedding.index_select(0, torch.tensor(token_ids, dtype=torch.int64, device=self.device))
-        decode_z: list[tuple[int, Tensor]] = []
+        # gate rows of generated tokens go with those of their prompt
+        decode_z: list[tuple[int, Tensor]] | None = [] if any(r.gate_rows for r in decodes) else None
         rows: _Rows | None = None
         stalled: set[Request] = set()
         for layer_idx, layer in enumerate(model.layers):
@@ -118,7 +119,7 @@ class Executor:
             if rows is None:
                 parts = [s.request.progress.hidden[s.start : s.end] for s in slices]
                 rows = _Rows(slices, torch.cat([decode_h, *parts]))
-                if self.gate_table is not None and layer.gate is not None and decodes and not layer_idx:
+                if decode_z is not None and not layer_idx:
                     self._collect_gate_rows(0, rows, decode_z)
             self._run_layer(layer_idx, layer, step, rows)
             if layer_idx + 1 < self.num_layers:
@@ -332,17 +333,18 @@ class Executor:
                 kept = rows.h[where.start + start - s.start : where.start + end - s.start]
                 self.pool.hidden_cache[place, torch.from_numpy(offset).to(self.device)] = kept
 
-    def _collect_gate_rows(self, next_idx: int, rows: _Rows, decode_z: list[tuple[int, Tensor]]) -> None:
+    def _collect_gate_rows(self, next_idx: int, rows: _Rows, decode_z: list[tuple[int, Tensor]] | None) -> None:
         """Where a request's next layer has a gate to run, keep the rows z that leave for it; those of decodes where
         the context cache is to have them."""
         layer = self.model.layers[next_idx]
         num_decodes = rows.h.shape[0] - sum(s.end - s.start for s in rows.slices)
-        for_cache = self.gate_table is not None and num_decodes > 0
-        if layer.gate is None or not (for_cache or any(_runs_gate(s.request, next_idx) for s in rows.slices)):
+        if layer.gate is None or not (
+            decode_z is not None or any(_runs_gate(s.request, next_idx) for s in rows.slices)
+        ):
             return
         rows.u, z = self.ops.gate_pool(rows.h, rows.delta, layer.input_norm, self.model.eps, layer.gate.w1)
         rows.delta = None
-        if for_cache:
+        if decode_z is not None:
             decode_z.append((next_idx, z[:num_decodes]))
         for s, where in rows.ranges():
             if _runs_gate(s.request, next_idx):
