@@ -148,7 +148,7 @@ def readme_examples() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", readme_examples(), ids=["operators", "training", "generate"])
+@pytest.mark.parametrize("code", readme_examples(), ids=["operators", "training", "generate", "cache"])
 def test_examples_in_the_readme_run(code):
     with fk.backend("cpu"):
         exec(compile(code, "README.md", "exec"), {})
