@@ -56,8 +56,9 @@ class CacheStats:
     lookups: int = 0
     hits: int = 0
     looked_up_token_layers: int = 0
-    computed_token_layers: int = 0  # of those looked up: all rows that passed a layer, or its mixer alone
-    replayed_token_layers: int = 0  # part of the computed ones: rows below the matched prefix's end
+    computed_token_layers: int = 0  # of those looked up: what passed a layer, or its mixer alone
+    replayed_token_layers: int = 0  # of those computed: below the end of the matched prefix
+    repeated_token_layers: int = 0  # what passed a layer once more, for the layers above
     cached_tokens: int = 0
     evictions: Counter[str] = field(default_factory=Counter)  # by kind
 
@@ -70,6 +71,7 @@ class CacheStats:
             "cache_looked_up_token_layers": looked_up,
             "cache_saved_token_layers": saved,
             "cache_replayed_token_layers": self.replayed_token_layers,
+            "cache_repeated_token_layers": self.repeated_token_layers,
             "cached_tokens": self.cached_tokens,
             "cache_hit_rate": saved / looked_up if looked_up else None,
             "cache_evictions": dict(self.evictions),
@@ -143,6 +145,7 @@ class ContextCache:
             assert part.pins > 0, "unpinned more often than pinned"
             part.pins -= 1
         self._remove_if_empty(node)
+        self.trim()
 
     def touch(self, entries: Iterable[Entry], clock: int) -> None:
         """Count an access by the request that looked up at `clock`: it consumes the entries or has computed them again.

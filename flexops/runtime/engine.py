@@ -345,22 +345,24 @@ class Engine:
         progress, cache = request.progress, self.cache
         if cache is None or progress.reuse is None:
             return
-        num_tokens, num_layers = len(request.prompt), len(request.routes)
-        request.cached_tokens, request.reused_layers = progress.lowest, progress.reused_layers
-        request.saved_token_layers = num_tokens * num_layers - progress.computed
+        reuse, num_tokens, num_layers = progress.reuse, len(request.prompt), len(request.routes)
+        saved = int(progress.lowest.sum())
+        request.cached_tokens, request.reused_layers = int(progress.lowest.min()), progress.reused_layers
+        request.saved_token_layers = saved
         cache.stats.lookups += 1
         cache.stats.hits += progress.reused_layers > 0
         cache.stats.looked_up_token_layers += num_tokens * num_layers
-        cache.stats.computed_token_layers += progress.computed
-        cache.stats.replayed_token_layers += progress.replayed
-        cache.stats.cached_tokens += progress.lowest
-        if progress.reuse.length:
-            cache.count_parting(progress.reuse.node, request.routes)
+        cache.stats.computed_token_layers += num_tokens * num_layers - saved
+        cache.stats.replayed_token_layers += int(np.maximum(reuse.length - progress.lowest, 0).sum())
+        cache.stats.repeated_token_layers += progress.computed - (num_tokens * num_layers - saved)
+        cache.stats.cached_tokens += request.cached_tokens
+        if reuse.length:
+            cache.count_parting(reuse.node, request.routes)
         node = cache.insert(request.tokens)
         tables = self.tables.kv_pages[:, request.slot]
-        reuse = progress.reuse
         cache.publish(node, request.routes, tables, progress.z, reuse.captures, reuse.clock, reuse.length)
-        progress.reuse.close()
+        reuse.close()
+        progress.reuse = None
         if self.executor.gate_table is not None:
             request.gate_rows = progress.z
 
@@ -389,6 +391,7 @@ class Engine:
         token = request.continuation[len(request.scores)]
         request.scores.append(float(logits.float().log_softmax(-1)[token]))
         if len(request.scores) == len(request.continuation):
+            self._publish_prompt(request)
             self._leave(request, "score", _now_us())
 
     def _leave(self, request: Request, reason: str, now_us: float) -> None:

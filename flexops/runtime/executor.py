@@ -79,7 +79,8 @@ class Executor:
         hidden = self.model.embedding.new_empty(num_tokens, self.model.embedding.shape[1])
         start = 0 if reuse is None else reuse.first_start(_known_routes(request))
         stages = deque(Stage(StageKind.FULL, i, start, num_tokens) for i in range(self.num_layers))
-        progress = PrefillProgress(stages, start, hidden, reuse=reuse, lowest=num_tokens)
+        lowest = np.full(self.num_layers, num_tokens)
+        progress = PrefillProgress(stages, start, hidden, lowest, reuse=reuse)
         request.prefill = progress
         self._load(request, 0, start, num_tokens)
         return progress
@@ -254,7 +255,7 @@ class Executor:
 
     def _refill(self, layer_idx: int, layer: PackedLayer, step: StepBatch, slices: tuple[PrefillSlice, ...]) -> None:
         """Rows that pass a layer's mixer alone, to rebuild what the cache no longer holds."""
-        self._count(slices)
+        self._count(layer_idx, slices)
         for s in slices:
             route = s.request.routes[layer_idx]
             hidden = s.request.progress.hidden[s.start : s.end].clone()
@@ -269,19 +270,17 @@ class Executor:
                 caches = self.pool.state_cache, self.pool.conv_cache
                 layer.ssm.advance(u, step.ssm(layer_idx, rows), *caches, self.ops)
 
-    def _count(self, slices: tuple[PrefillSlice, ...]) -> None:
+    def _count(self, layer_idx: int, slices: tuple[PrefillSlice, ...]) -> None:
         """Keep account of the rows that pass a layer."""
         for s in slices:
             progress = s.request.progress
             progress.computed += s.end - s.start
-            progress.lowest = min(progress.lowest, s.start)
-            if progress.reuse is not None:
-                progress.replayed += max(0, min(s.end, progress.reuse.length) - s.start)
+            progress.lowest[layer_idx] = min(progress.lowest[layer_idx], s.start)
 
     def _run_layer(self, layer_idx: int, layer: PackedLayer, step: StepBatch, rows: _Rows) -> None:
         """Shared operators on the packed rows, the branches on compact rows."""
         ops, eps = self.ops, self.model.eps
-        self._count(rows.slices)
+        self._count(layer_idx, rows.slices)
         split = step.split(layer_idx, rows.slices)
         if rows.u is None:
             u = ops.split_norm(rows.h, rows.delta, layer.input_norm, eps, split.order)

@@ -146,21 +146,20 @@ class PrefillProgress:
     that passes the layer at hand; those before come from the cache.  hidden: [prompt, hidden_size], the residual
     stream between steps, valid for the rows of the stages.  z: by layer, [prompt, gate_dim] fp32, gate rows, filled as
     rows leave the layer before.  read: pages that a stage's first rows take their SSM state from, by layer and kind;
-    otherwise the request's own.  computed, replayed: rows that passed a layer so far, and those of them that the
-    matched prefix holds.  lowest: the first row of all that passed any layer.
+    otherwise the request's own.  computed: rows that passed a layer so far, each time counted.  lowest: int64
+    [num_layers], the first row that passed each layer or its mixer.
     """
 
     stages: deque[Stage]
     start: int
     hidden: Tensor
+    lowest: np.ndarray
     done: int = 0
     z: dict[int, Tensor] = field(default_factory=dict)
     read: dict[tuple[int, StageKind], np.ndarray] = field(default_factory=dict)
     reuse: PrefixReuse | None = None
     computed: int = 0
-    replayed: int = 0
     reused_layers: int = 0
-    lowest: int = 0
 
 
 @dataclass(eq=False)

@@ -98,7 +98,7 @@ class Scheduler:
             self.waiting.remove(request)
             scratch = reuse is not None and reuse.length > 0
             request.slot = self.tables.open(routes, len(request.prompt), scratch)
-            request.status = Status.PREFILL
+            request.status, request.waits_for = Status.PREFILL, None
             self.running.append(request)
             admitted.append((request, reuse))
         return admitted
