@@ -192,7 +192,8 @@ class Engine:
         for group, group_plan in self._groups(decodes, plan):
             outputs.extend(self._run(group, group_plan))
         elapsed = _now_us() - started
-        self.slice_budget.observe(len(decodes), sum(s.end - s.start for slices in plan for s in slices), elapsed)
+        rows = [s.end - s.start for slices in plan for s in slices]
+        self.slice_budget.observe(len(decodes), len(rows), sum(rows), elapsed)
         self.metrics.steps += 1
         self.metrics.step_time_us += elapsed
         if self.config.check_integrity:

@@ -1,6 +1,8 @@
 """Who runs: admission, the prefill slices of a step, preemption under memory pressure."""
 
 import bisect
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,45 +17,82 @@ from .tables import RequestTables
 MIN_SHARED = 16  # tokens of a common prefix that are worth waiting for
 
 
-class SliceBudget:
-    """How many token-layers of prefill a step may carry.
+@dataclass
+class Allowance:
+    """Prefill that a step may still carry: `tokens` token-layers that take at most `us` microseconds.
 
-    Without decodes as many as `max_batched_tokens`. Beside decodes only as many as keep the step within
-    `decode_slowdown` times the decodes' own time, as measured on the steps so far (moving averages), and at least
-    MIN_SLICE, so that a prompt always advances. A mixed step measures one of the two: the decodes where their number
-    has changed since they were measured, else the token-layers.
+    slice_us, token_us: what a slice takes, and each of its rows on top.  floor: the first slice gets as many rows as
+    this whatever they take, so that a prompt always advances.
+    """
+
+    tokens: int
+    us: float
+    slice_us: float
+    token_us: float
+    floor: int
+
+    def take(self, rows: int) -> int:
+        """How many of so many rows of one layer go with this step; they are taken off."""
+        fit = min(rows, self.tokens)
+        if math.isfinite(self.us):
+            affordable = (self.us - self.slice_us) / self.token_us if self.token_us else 0.0
+            fit = min(fit, max(int(affordable), self.floor))
+        if fit <= 0:
+            return 0
+        self.tokens, self.us, self.floor = self.tokens - fit, self.us - self.slice_us - fit * self.token_us, 0
+        return fit
+
+
+class SliceBudget:
+    """How much prefill a step may carry.
+
+    Without decodes `max_batched_tokens` token-layers. Beside decodes only as many as keep the step within
+    `decode_slowdown` times the decodes' own time, as found on the steps so far, and at least MIN_SLICE. A mixed step
+    tells of one of the two: of the decodes where their number has changed since they were measured, else of the
+    prefill. A slice costs something whatever its size (a launch of every operator), so its time is fitted as a constant
+    and a time per row, by least squares of the relative error over the last steps.
     """
 
     MIN_SLICE = 16
-    WEIGHT = 0.25  # of the newest measurement
+    WEIGHT = 0.25  # of the newest measurement of decodes
+    MEMORY = 0.85  # of the sums for the prefill, from step to step
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.decode_us = 0.0
         self.measured_decodes = 0  # the number of decodes that decode_us is for, 0 while there was none
-        self.token_layer_us: float | None = None
+        self.slice_us, self.token_us = 0.0, 0.0
+        self._sums = np.zeros((2, 3))  # normal equations: slices and rows, over the time
 
-    def allow(self, num_decodes: int) -> int:
-        """Token-layers for the next step."""
+    def allow(self, num_decodes: int) -> Allowance:
+        """What the next step may carry."""
         limit, slowdown = self.config.max_batched_tokens, self.config.decode_slowdown
-        if not num_decodes or slowdown is None:
-            return limit
-        if not self.measured_decodes or not self.token_layer_us:
-            return min(limit, self.MIN_SLICE)
-        return min(limit, max(self.MIN_SLICE, int((slowdown - 1) * self.decode_us / self.token_layer_us)))
+        us = math.inf
+        if num_decodes and slowdown is not None:
+            us = (slowdown - 1) * self.decode_us if self.measured_decodes else 0.0
+        return Allowance(limit, us, self.slice_us, self.token_us, self.MIN_SLICE)
 
-    def observe(self, num_decodes: int, token_layers: int, elapsed_us: float) -> None:
-        """What a step with so many decodes and token-layers took."""
+    def observe(self, num_decodes: int, slices: int, token_layers: int, elapsed_us: float) -> None:
+        """What a step with so many decodes, slices and token-layers took."""
+        prefill_us = slices * self.slice_us + token_layers * self.token_us
         if token_layers and num_decodes in (0, self.measured_decodes):
-            prefill_us = max(0.0, elapsed_us - (self.decode_us if num_decodes else 0.0))
-            self.token_layer_us = self._mix(self.token_layer_us, prefill_us / token_layers)
+            self._fit(slices, token_layers, max(1.0, elapsed_us - (self.decode_us if num_decodes else 0.0)))
         elif num_decodes:
-            known = self.decode_us if num_decodes == self.measured_decodes else None
-            self.decode_us = self._mix(known, max(0.0, elapsed_us - token_layers * (self.token_layer_us or 0.0)))
+            new = max(0.0, elapsed_us - prefill_us)
+            known = num_decodes == self.measured_decodes
+            self.decode_us = (1 - self.WEIGHT) * self.decode_us + self.WEIGHT * new if known else new
             self.measured_decodes = num_decodes
 
-    def _mix(self, old: float | None, new: float) -> float:
-        return new if old is None else (1 - self.WEIGHT) * old + self.WEIGHT * new
+    def _fit(self, slices: int, token_layers: int, us: float) -> None:
+        terms = np.array([slices / us, token_layers / us, 1.0])
+        self._sums = self.MEMORY * self._sums + np.outer(terms[:2], terms)
+        (ss, st, sy), (_, tt, ty) = self._sums.tolist()
+        det = ss * tt - st * st
+        slice_us = (sy * tt - ty * st) / det if det > 1e-6 * ss * tt else 0.0
+        token_us = (ty * ss - sy * st) / det if det > 1e-6 * ss * tt else 0.0
+        if slice_us < 0 or token_us <= 0:  # the steps were too alike to tell the two apart
+            slice_us, token_us = 0.0, ty / tt
+        self.slice_us, self.token_us = slice_us, token_us
 
 
 class Scheduler:
@@ -184,8 +223,8 @@ class Scheduler:
         self.tables.close(request.slot)
         request.slot = -1
 
-    def plan_prefill(self, budget: int) -> list[tuple[PrefillSlice, ...]]:
-        """The slices of each layer for this step, within a budget of token-layers, oldest prompt first.
+    def plan_prefill(self, allowance: Allowance) -> list[tuple[PrefillSlice, ...]]:
+        """The slices of each layer for this step, within what is allowed, oldest prompt first.
 
         A layer's next slice of a prompt follows its last; the layer after starts when all its rows have left. What is
         planned here may still change: a request that cannot go on at a layer drops out of the rest of the step.
@@ -193,16 +232,15 @@ class Scheduler:
         plan: list[list[PrefillSlice]] = [[] for _ in range(self.num_layers)]
         for request in sorted((r for r in self.running if r.status is Status.PREFILL), key=lambda r: r.rank):
             progress = request.progress
-            while budget and progress.stages:
+            while progress.stages:
                 stage = progress.stages[0]
                 start = max(stage.start, progress.done)
-                end = min(stage.end, start + budget)
+                end = start + allowance.take(stage.end - start)
+                if end == start:
+                    break
                 plan[stage.layer_idx].append(PrefillSlice(request, start, end, stage.kind, start == stage.start))
-                budget -= end - start
                 progress.done = end
                 if end == stage.end:
                     progress.stages.popleft()
                     progress.done = 0
-            if not budget:
-                break
         return [tuple(slices) for slices in plan]
