@@ -211,7 +211,9 @@ def test_a_score_hits_and_has_the_same_bits(layout, monkeypatch):
         answer = prompt_of(length, seed=seed)
         expected = small_engine(model(), context_cache=None).score(prompt, answer, layout)
         assert engine.score(prompt, answer, layout) == expected
-        assert started[-1].lowest == 39 and started[-1].reused_layers == LAYERS, "all but the prompt's last token"
+        assert (started[-1].lowest == 39).all() and started[-1].reused_layers == LAYERS, (
+            "all but the prompt's last token"
+        )
     assert len(started) == 3
     assert run(engine, [asking(prompt, layout)])[0][0].same_bits(cold(asking(prompt, layout)))
 
