@@ -86,7 +86,7 @@ def make_engine() -> Engine:
         mamba_d_state=16,
         max_position_embeddings=2048,
     )
-    engine = Engine(FlexHybridModel(config).eval(), EngineConfig(memory_bytes=1 << 26))
+    engine = Engine(FlexHybridModel(config).eval(), EngineConfig(context_cache=None, memory_bytes=1 << 26))
     cost = CostModel(config, torch.float32, DeviceSpeed(1.0, 1.0))
     # a fork that costs for ever: prompts run one branch after the other, and decodes take the fused launch
     engine.executor.coordinator = BranchCoordinator(cost, True, [], [], num_sms=132, fork_join_us=float("inf"))

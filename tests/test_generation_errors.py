@@ -35,9 +35,11 @@ def shared() -> FlexHybridModel:
 def model(shared: FlexHybridModel):
     """The model, whose engine must be as it was when the test ends, and still work."""
     engine = engine_for(shared)
+    engine.clear_cache()
     free = engine.stats()["pages_free"]
     yield shared
     assert engine_for(shared) is engine
+    engine.clear_cache()
     assert not engine.has_unfinished() and engine.stats()["pages_free"] == free
     assert shared.generate(IDS, attention_mask=MASK, max_new_tokens=2, eos_token_id=None).shape == (2, 6)
 
