@@ -63,7 +63,7 @@ class Spec:
     """One compilation of one kernel, in plain values so that it can be sent to another process.
 
     kernel: the operator, and the function's own name where it is another.  variant: the size it comes from.
-    call: the case of the inputs.
+    call: the case of the inputs.  varying: arguments that the kernel is never specialised on.
     """
 
     kernel: str
@@ -74,12 +74,13 @@ class Spec:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[str, ...]
+    varying: tuple[str, ...]
     num_warps: int
     num_stages: int
 
     def integers(self) -> list[str]:
         """The integer arguments, any of which Triton turns into a constant where it is 1."""
-        return [name for name, kind in self.signature if kind in ("i32", "i64")]
+        return [name for name, kind in self.signature if kind in ("i32", "i64") and name not in self.varying]
 
     def with_ones(self, names: list[str]) -> "Spec":
         """The same compilation where these integer arguments are 1."""
@@ -99,7 +100,8 @@ def _spec(variant: str, call: str, kernel: Any, args: tuple, named: dict[str, An
     signature, constants, aligned = [], [], []
     for parameter in kernel.params:
         value, name = bound.arguments[parameter.name], parameter.name
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
             signature.append((name, "constexpr"))
             constants.append((name, value))
         elif isinstance(value, Tensor):
@@ -110,7 +112,7 @@ def _spec(variant: str, call: str, kernel: Any, args: tuple, named: dict[str, An
             signature.append((name, "i1"))
         elif isinstance(value, int):
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-            if value % 16 == 0:
+            if value % 16 == 0 and specialised:
                 aligned.append(name)
         else:
             signature.append((name, "fp32"))
@@ -118,7 +120,8 @@ def _spec(variant: str, call: str, kernel: Any, args: tuple, named: dict[str, An
     name = function.strip("_").removesuffix("_kernel")
     if name not in inputs.CASES:
         name = f"{inputs.operator(call)}_{name}"
-    types = (tuple(signature), tuple(constants), tuple(aligned))
+    varying = tuple(p.name for p in kernel.params if not p.is_constexpr and p.do_not_specialize)
+    types = (tuple(signature), tuple(constants), tuple(aligned), varying)
     return Spec(name, variant, call, kernel.fn.__module__, function, *types, **options)
 
 

@@ -90,6 +90,9 @@ def fig12(report: Report, model: FlexHybridModel) -> None:
     settings = (2, 8, 20) if report.options.quick else (2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
     capacity = int(CAPACITY_ARTICLES * article_bytes(model))
     rows, kinds = [], ("hybrid", "conventional")
+    warm_up = shared_articles(1, seed=0)[:3]
+    for kind in kinds:  # operators are compiled when they are first called
+        serve(make_engine(model, kind, capacity), warm_up, draw_layouts(model.config.num_hidden_layers, 3, seed=1))
     for rising in (True, False):
         for articles in settings if rising else settings[-1:]:
             prompts = shared_articles(articles, seed=articles)

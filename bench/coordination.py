@@ -116,8 +116,8 @@ def serve(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> No
 
 def end_to_end(report: Report, model: FlexHybridModel, batches: tuple[int, ...], prompt: int, new: int) -> None:
     """Fig. 11: seconds per batch with each side, and the check against one branch after the other."""
-    config = {"memory_bytes": (8 if model.device.type == "cuda" else 1) << 30}
-    engines = {name: Engine(model, EngineConfig(coordination=value, context_cache=None, **config)) for name, value in SIDES.items()}
+    config = {"memory_bytes": (8 if model.device.type == "cuda" else 1) << 30, "context_cache": None}
+    engines = {name: Engine(model, EngineConfig(coordination=value, **config)) for name, value in SIDES.items()}
     rows, ratios, noises = [], [], []
     for batch in batches:
         sides = {name: partial(serve, engine, batch, prompt, new) for name, engine in engines.items()}

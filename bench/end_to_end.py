@@ -78,7 +78,7 @@ def plot(rows: list[tuple], path: Path) -> None:
 def main() -> None:
     report = Report("end_to_end", arguments(__doc__, plot=True))
     quick, model = report.options.quick, make_model()
-    batches, rounds, count = ((4, 16), 1, 32) if quick else ((2, 4, 8, 16, 32), 3, 96)
+    batches, rounds, count = ((4, 16), 1, 32) if quick else ((2, 4, 8, 16, 32), 1, 64)
     requests, rows = make_requests(model, count), []
     ratios: dict[str, list[float]] = {}
     for batch in batches:

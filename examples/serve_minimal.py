@@ -234,6 +234,7 @@ class Choice:
     text: str = ""  # given out so far
     held: str = ""  # may be the beginning of a stop string
     tokens: int = 0
+    cached_tokens: int = 0  # of its prompt
     logprobs: dict[str, list[Any]] | None = None
     finish_reason: str | None = None
     layout: str = ""
@@ -242,7 +243,7 @@ class Choice:
         """The chunk that this output adds."""
         if output.error is not None:
             raise RuntimeError(f"choice {self.index} failed: {output.error}") from output.error
-        self.tokens = len(output.token_ids)
+        self.tokens, self.cached_tokens = len(output.token_ids), output.cached_tokens
         self.layout = layout_strip(output.layout)
         offsets = []
         for token in output.new_token_ids:
@@ -349,9 +350,11 @@ def make_app(
                     if chunk["text"] or chunk["finish_reason"] or chunk["logprobs"]:
                         yield chunk
 
-        def usage() -> dict[str, int]:
+        def usage() -> dict[str, Any]:
             counts = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": sum(c.tokens for c in choices)}
-            return {**counts, "total_tokens": sum(counts.values())}
+            cached = sum(choice.cached_tokens for choice in choices[:: body.n])  # the first sample of each prompt
+            details = {"prompt_tokens_details": {"cached_tokens": cached}}
+            return {**counts, "total_tokens": sum(counts.values()), **details}
 
         running = chunks()
         if not body.stream:

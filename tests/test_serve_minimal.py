@@ -111,6 +111,12 @@ def test_completion(live):
     assert len(choice.layout) == 3 and set(choice.layout) <= {"A", "S"}
 
 
+def test_usage_says_how_much_of_the_prompt_was_cached(live):
+    prompt = "said for the first time here, and then once more"
+    usages = [live.complete(prompt, n=2).usage for _ in range(2)]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in usages][1] == len(prompt) - 1
+
+
 def test_stream(live):
     chunks = list(live.complete("hello", stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].text for c in chunks[:-1]) == live.expected("hello", 12)

@@ -77,11 +77,20 @@ def _mean(values: list[float]) -> float | None:
 class EngineCollector:
     """An engine's numbers as prometheus metrics: `registry.register(EngineCollector(engine.stats))`.
 
-    Needs prometheus-client (extra `serve`). Numbers are read when the registry is scraped.
+    Needs prometheus-client (extra `serve`). Numbers are read when the registry is scraped; those of a context cache
+    that is off, and means of nothing, are left out.
     """
 
-    COUNTERS = ("steps", "requests_added", "preemptions", "prompt_tokens", "generated_tokens")
-    GAUGES = ("waiting", "running", "pages", "pages_free", "flops_per_token", "ttft_us_mean", "tpot_us_mean")
+    COUNTERS = (
+        *("steps", "requests_added", "preemptions", "prompt_tokens", "generated_tokens", "cached_tokens"),
+        *("cache_lookups", "cache_hits", "cache_looked_up_token_layers", "cache_saved_token_layers"),
+        *("cache_replayed_token_layers", "cache_repeated_token_layers"),
+    )
+    GAUGES = (
+        *("waiting", "running", "pages", "pages_free", "pages_cached", "cache_hit_rate"),
+        *("flops_per_token", "ttft_us_mean", "tpot_us_mean"),
+    )
+    LABELLED = (("requests_finished", "reason"), ("layouts", "layout"), ("cache_evictions", "kind"))
 
     def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
         self._stats = stats
@@ -90,14 +99,16 @@ class EngineCollector:
         """The metric families of one scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats = self._stats()
+        stats = {name: value for name, value in self._stats().items() if value is not None}
         for name in self.COUNTERS:
-            yield CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), value=stats[name])
+            if name in stats:
+                yield CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), value=stats[name])
         for name in self.GAUGES:
-            if stats[name] is not None:
+            if name in stats:
                 yield GaugeMetricFamily(f"flexops_{name}", name.replace("_", " "), value=stats[name])
-        for name, label in (("requests_finished", "reason"), ("layouts", "layout")):
-            family = CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), labels=[label])
-            for value, count in stats[name].items():
-                family.add_metric([value], count)
-            yield family
+        for name, label in self.LABELLED:
+            if name in stats:
+                family = CounterMetricFamily(f"flexops_{name}", name.replace("_", " "), labels=[label])
+                for value, count in stats[name].items():
+                    family.add_metric([value], count)
+                yield family

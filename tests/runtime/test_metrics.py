@@ -46,4 +46,8 @@ def test_prometheus_sees_what_stats_count():
     assert registry.get_sample_value("flexops_requests_finished_total", {"reason": "length"}) == 2
     assert registry.get_sample_value("flexops_layouts_total", {"layout": "SSS"}) >= 1
     assert registry.get_sample_value("flexops_pages_free") == engine.pool.num_pages
+    assert registry.get_sample_value("flexops_cache_lookups_total") == 2
+    assert registry.get_sample_value("flexops_cache_hit_rate") == 0
+    serve(engine, [Asked((7,) * 30, SamplingParams(max_new_tokens=1))] * 2)
+    assert registry.get_sample_value("flexops_cached_tokens_total") == 29
     assert b"flexops_tpot_us_mean" in prometheus_client.generate_latest(registry)
