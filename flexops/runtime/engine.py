@@ -312,6 +312,7 @@ class Engine:
         request.status = Status.DECODE
         self._publish_prompt(request)
         request.prefill = None
+        self.tables.drop_scratch(request.slot)
         self.tables.context[request.slot] = len(request.prompt)
         request.decode_flops = decode_flops(self.model_config, request.routes)
         if not request.output:  # not when a preempted request computes its prompt again

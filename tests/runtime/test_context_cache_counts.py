@@ -77,3 +77,19 @@ def test_what_is_used_again_stays_under_both_policies(eviction: str) -> None:
         saved.append(outputs[-1].saved_token_layers)
     assert saved[2::2] == [47 * 4] * 3, "the prompt in steady use was driven out by others"
     assert saved[1::2] == [0] * 4
+
+
+def test_a_request_keeps_no_scratch_state_while_it_decodes() -> None:
+    """A prefill behind a cached prefix may need one to compute rows again; its decodes do not."""
+    engine = small_engine(make_model(num_hidden_layers=4), reuse_generated=False)
+    prompt = [2 + i % 250 for i in range(40)]
+    owned = []
+    for _ in range(2):
+        engine.add_request(prompt, SamplingParams(max_new_tokens=4), "ssm")
+        engine.step()
+        (request,) = engine.scheduler.running
+        owned.append(len(engine.tables.owned(request.slot)))
+        while engine.has_unfinished():
+            engine.step()
+    assert engine.stats()["cache_hits"] == 1
+    assert owned == [4 * engine.pool.layout.entry_pages] * 2
