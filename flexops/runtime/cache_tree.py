@@ -1,7 +1,7 @@
 """The two-level tree of the context cache: prefixes of tokens outside, routes inside, entries per layer (§6.1)."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -94,23 +94,19 @@ class RouteNode:
             return len(self.states[max(self.states)].pages)
         return 0 if self.route == SSM and self._state_below() else None
 
-    def _state_below(self) -> bool:
-        """Whether a longer prefix has a state of the same layer and routes."""
-        routes: list[int] = []
-        node: RouteNode | None = self
-        while node is not None and node.parent is not None:
-            routes.append(node.route)
-            node = node.parent
-        contexts = list(self.context.children.values())
-        while contexts:
-            context = contexts.pop()
+    def counterparts(self, contexts: "Iterable[ContextNode]") -> "Iterator[RouteNode]":
+        """The nodes behind the same routes in the tries of other context nodes, where they are."""
+        routes = [node.route for node in (self, *self.above()) if node.parent is not None]
+        for context in contexts:
             here: RouteNode | None = context.root
             for route in reversed(routes):
                 here = None if here is None else here.children.get(route)
-            if here is not None and here.states:
-                return True
-            contexts.extend(context.children.values())
-        return False
+            if here is not None:
+                yield here
+
+    def _state_below(self) -> bool:
+        """Whether a longer prefix has a state of the same layer and routes."""
+        return any(here.states for here in self.counterparts(self.context.below()))
 
     def update_goal(self, num_layers: int) -> None:
         """Bring `goal` up to date from here on up, after entries of this node or its use have changed."""
@@ -180,6 +176,14 @@ class ContextNode:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def below(self) -> "Iterator[ContextNode]":
+        """All nodes of longer prefixes."""
+        nodes = list(self.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes.extend(node.children.values())
+
     def path(self) -> "list[ContextNode]":
         """The nodes from the first tokens to this one, without the empty root."""
         nodes, node = [], self
@@ -209,6 +213,25 @@ class Entry:
     def layer_idx(self) -> int:
         """The layer it saves work in."""
         return self.routes.depth - (self.kind is not Kind.HIDDEN)
+
+
+@dataclass(eq=False)
+class Captures:
+    """Pages that a prefill fills for the cache while it runs; the cache owns them, and may take them back.
+
+    hidden: layer -> (first row, row behind the last, pages from the one that holds the first).  states: layer -> token
+    count -> pages.  closed: nothing more is captured.
+    """
+
+    hidden: dict[int, tuple[int, int, np.ndarray]] = field(default_factory=dict)
+    states: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    closed: bool = False
+
+    def pages(self) -> list[int]:
+        """All pages held."""
+        arrays = [pages for _, _, pages in self.hidden.values()]
+        arrays += [pages for at_layer in self.states.values() for pages in at_layer.values()]
+        return [int(page) for pages in arrays for page in pages]
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

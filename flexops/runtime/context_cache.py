@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM
-from .cache_tree import NEVER, ContextNode, Entry, Goal, Kind, RouteNode, Use, common_prefix
+from .cache_tree import NEVER, Captures, ContextNode, Entry, Goal, Kind, RouteNode, Use, common_prefix
 from .coordination import CostModel
 from .eviction import EvictionQueue, depth_factor, retention_priority
 from .memory import PagePool
@@ -27,26 +27,6 @@ from .memory import PagePool
 # Later uses count from this much of the priority at which entries are being evicted. 1 forgets old popularity fastest
 # and was the best for conversations, 0 never does and was the best for shared articles (`bench/context_cache.py`).
 AGING = 0.98
-
-
-@dataclass(eq=False)
-class Captures:
-    """Pages that a prefill fills for the cache while it runs; the cache owns them, and may take them back.
-
-    hidden: layer -> (first row, row behind the last, pages from the one that holds the first).  states: layer -> token
-    count -> pages.
-    closed: nothing more is captured.
-    """
-
-    hidden: dict[int, tuple[int, int, np.ndarray]] = field(default_factory=dict)
-    states: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
-    closed: bool = False
-
-    def pages(self) -> list[int]:
-        """All pages held."""
-        arrays = [pages for _, _, pages in self.hidden.values()]
-        arrays += [pages for at_layer in self.states.values() for pages in at_layer.values()]
-        return [int(page) for pages in arrays for page in pages]
 
 
 @dataclass
@@ -61,6 +41,21 @@ class CacheStats:
     repeated_token_layers: int = 0  # what passed a layer once more, for the layers above
     cached_tokens: int = 0
     evictions: Counter[str] = field(default_factory=Counter)  # by kind
+
+    def count(self, lowest: np.ndarray, num_tokens: int, matched: int, passed: int, hit: bool) -> None:
+        """One prompt.
+
+        lowest: int64 [num_layers], the first row that passed each layer.  matched: tokens found in the tree.
+        passed: rows that passed a layer, each time counted.  hit: whether any layer started from the cache.
+        """
+        looked_up, saved = num_tokens * len(lowest), int(lowest.sum())
+        self.lookups += 1
+        self.hits += hit
+        self.looked_up_token_layers += looked_up
+        self.computed_token_layers += looked_up - saved
+        self.replayed_token_layers += int(np.maximum(matched - lowest, 0).sum())
+        self.repeated_token_layers += passed - (looked_up - saved)
+        self.cached_tokens += int(lowest.min())
 
     def as_dict(self) -> dict[str, object]:
         looked_up = self.looked_up_token_layers
@@ -175,7 +170,7 @@ class ContextCache:
     # --- storing --------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: np.ndarray) -> ContextNode:
-        """The node that ends with tokens, made where it is missing. It has no entries yet: `keep_*` add them."""
+        """The node that ends with tokens, made where it is missing; `publish` gives it entries."""
         node, length = self.match(tokens)
         if length < len(tokens):
             node.children[int(tokens[length])] = ContextNode(tokens[length:].copy(), length, node)
@@ -412,22 +407,19 @@ class ContextCache:
 
         False where none may go: all are pinned, or the lowest priority is not below the one given.
         """
-        held: list[Entry] = []
-        found = None
-        while found is None and (entry := self._queue.pop()) is not None:
-            if entry.node.pins:
-                held.append(entry)
-            elif self._priority(entry) >= below:
-                held.append(entry)
-                break
-            else:
-                found = entry
-        for entry in held:
+        pinned: list[Entry] = []
+        while (found := self._queue.pop()) is not None and found.node.pins:
+            pinned.append(found)
+        for entry in pinned:
             self._queue.push(entry)
         if found is None:
             return False
+        priority = self._priority(found)
+        if priority >= below:
+            self._queue.push(found)
+            return False
         if self.by_value:
-            self.inflation = max(self.inflation, AGING * self._priority(found))
+            self.inflation = max(self.inflation, AGING * priority)
         if self.mode == "conventional":
             for entry in [e for part in found.node.root.subtree() for e in part.entries()]:
                 if entry is not found and entry.use.used_at == found.use.used_at:
@@ -500,20 +492,8 @@ class ContextCache:
 
     def _last_state(self, entry: Entry) -> int:
         """Tokens of the nearest state of the same layer and routes before an entry, on the nodes above it."""
-        routes: list[int] = []
-        node: RouteNode | None = entry.routes
-        while node is not None and node.parent is not None:
-            routes.append(node.route)
-            node = node.parent
-        context = entry.node.parent
-        while context is not None and context.parent is not None:
-            here: RouteNode | None = context.root
-            for route in reversed(routes):
-                here = None if here is None else here.children.get(route)
-            if here is not None and here.states:
-                return max(here.states)
-            context = context.parent
-        return 0
+        shorter = reversed(entry.node.path()[:-1])
+        return next((max(here.states) for here in entry.routes.counterparts(shorter) if here.states), 0)
 
     def _path_us(self, node: RouteNode, goal: int) -> float:
         """Microseconds per token that reuse saves by going on through a node to the layer `goal`, not stopping before.
@@ -526,15 +506,3 @@ class ContextCache:
             if below.hidden is not None:
                 break
         return sum(self.mixer_us[SSM] + self.rest_us[i] for i in range(below.depth, goal))
-
-    def rows_us(self, node: RouteNode, without: bool = False) -> float:
-        """Microseconds per token to have the rows that enter a layer, from the nearest that are there below.
-
-        without: those of the layer itself do not count. The embedding is always there.
-        """
-        cost = 0.0
-        while node.depth and (without or node.hidden is None):
-            cost += self.mixer_us[node.route] + self.rest_us[node.depth - 1]
-            assert node.parent is not None
-            node, without = node.parent, False
-        return cost

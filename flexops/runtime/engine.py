@@ -24,7 +24,8 @@ from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
 from .batch import PrefillSlice
 from .branches import make_coordinator
-from .context_cache import Captures, ContextCache
+from .cache_tree import Captures
+from .context_cache import ContextCache
 from .coordination import CostModel, DeviceSpeed
 from .executor import Executor
 from .memory import PageLayout, PagePool
@@ -347,17 +348,11 @@ class Engine:
         progress, cache = request.progress, self.cache
         if cache is None or progress.reuse is None:
             return
-        reuse, num_tokens, num_layers = progress.reuse, len(request.prompt), len(request.routes)
-        saved = int(progress.lowest.sum())
-        request.cached_tokens, request.reused_layers = int(progress.lowest.min()), progress.reused_layers
-        request.saved_token_layers = saved
-        cache.stats.lookups += 1
-        cache.stats.hits += progress.reused_layers > 0
-        cache.stats.looked_up_token_layers += num_tokens * num_layers
-        cache.stats.computed_token_layers += num_tokens * num_layers - saved
-        cache.stats.replayed_token_layers += int(np.maximum(reuse.length - progress.lowest, 0).sum())
-        cache.stats.repeated_token_layers += progress.computed - (num_tokens * num_layers - saved)
-        cache.stats.cached_tokens += request.cached_tokens
+        reuse, lowest = progress.reuse, progress.lowest
+        request.cached_tokens, request.reused_layers = int(lowest.min()), progress.reused_layers
+        request.saved_token_layers = int(lowest.sum())
+        hit = progress.reused_layers > 0
+        cache.stats.count(lowest, len(request.prompt), reuse.length, progress.computed, hit)
         if reuse.length:
             cache.count_parting(reuse.node, request.routes)
         node = cache.insert(request.tokens)

@@ -77,7 +77,7 @@ class Executor:
         """Embed what a prompt has to compute; its rows wait before layer 0, with the gate's rows if it has a gate."""
         num_tokens = len(request.prompt)
         hidden = self.model.embedding.new_empty(num_tokens, self.model.embedding.shape[1])
-        start = 0 if reuse is None else reuse.first_start(_known_routes(request))
+        start = 0 if reuse is None else reuse.first_start(request.known_routes)
         stages = deque(Stage(StageKind.FULL, i, start, num_tokens) for i in range(self.num_layers))
         lowest = np.full(self.num_layers, num_tokens)
         progress = PrefillProgress(stages, start, hidden, lowest, reuse=reuse)
@@ -198,8 +198,7 @@ class Executor:
     def _move(self, layer_idx: int, request: Request, gated: bool) -> Move:
         progress = request.progress
         assert progress.reuse is not None
-        known = _known_routes(request)
-        return progress.reuse.move(layer_idx, known, progress.start, len(request.prompt), gated)
+        return progress.reuse.move(layer_idx, request.known_routes, progress.start, gated)
 
     def _turn(self, layer_idx: int, request: Request, move: Move) -> None:
         """Replace a request's stages: first whatever gives the rows [resume, start), then on from this layer."""
@@ -378,11 +377,6 @@ def _passing(slices: Sequence[PrefillSlice]) -> tuple[PrefillSlice, ...]:
 def _runs_gate(request: Request, layer_idx: int) -> bool:
     """Whether the request's route at the layer is still to be chosen by the gate."""
     return request.forced[layer_idx] < 0 and len(request.routes) <= layer_idx
-
-
-def _known_routes(request: Request) -> list[int]:
-    """A route per layer: chosen already, forced, or -1."""
-    return [*request.routes, *request.forced[len(request.routes) :]]
 
 
 def _all_rows(hidden: Tensor) -> Tensor:

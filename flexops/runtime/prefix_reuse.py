@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM
-from .cache_tree import ContextNode, Entry, Kind, RouteNode
-from .context_cache import Captures, ContextCache
+from .cache_tree import Captures, ContextNode, Entry, Kind, RouteNode
+from .context_cache import ContextCache
 
 REFILL_COST = 0.4  # of a row through a mixer alone, where a row through the whole layer costs 1
 MOST_STARTS = 6  # token counts that a plan considers to start from
@@ -120,7 +120,7 @@ class PrefixReuse:
             parts.append(node.gate[: start - part.start])
         return torch.cat(parts) if parts else None
 
-    def move(self, layer_idx: int, routes: Sequence[int], start: int, num_tokens: int, gated: bool) -> Move:
+    def move(self, layer_idx: int, routes: Sequence[int], start: int, gated: bool) -> Move:
         """How to enter a layer with rows from `start` on.
 
         routes: a code per layer, -1 where a gate has yet to choose.  gated: the layer's own gate has not run, because
@@ -136,7 +136,7 @@ class PrefixReuse:
             return Move(start, start, layer_idx, start) if keeps else Move(0, 0, 0, 0)
         if not gated and self._holds(layer_idx, start, undecided):
             return Move(start, start, layer_idx, start)
-        return _Planner(levels, num_tokens, self._starts(start), undecided).best(layer_idx, start)[1]
+        return _Planner(levels, len(self.tokens), self._starts(start), undecided).best(layer_idx, start)[1]
 
     def _holds(self, layer_idx: int, start: int, undecided: Sequence[bool]) -> bool:
         """Whether every layer from layer_idx on can start behind so many tokens, and the gates have their rows."""

@@ -207,6 +207,11 @@ class Request:
         return np.array(self.prompt, dtype=np.int32)
 
     @property
+    def known_routes(self) -> list[int]:
+        """A route per layer: chosen already, forced, or -1."""
+        return [*self.routes, *self.forced[len(self.routes) :]]
+
+    @property
     def reuse(self) -> PrefixReuse | None:
         """What it takes from the context cache while it is prefilled."""
         return None if self.prefill is None else self.prefill.reuse

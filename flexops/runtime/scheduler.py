@@ -125,7 +125,7 @@ class Scheduler:
                 break
             if self._waits(request):
                 continue
-            routes = self.known_routes(request)
+            routes = request.known_routes
             reuse = self._look_up(request, request.first_logit_row)
             if not self._fits(routes, request, reuse) and reuse is not None and not self.running:
                 reuse.close()  # its own prefix may be what is in the way
@@ -173,10 +173,6 @@ class Scheduler:
                 request.waits_for = other
                 return True
         return False
-
-    def known_routes(self, request: Request) -> list[int]:
-        """A route per layer: chosen before a preemption, forced, or -1."""
-        return [*request.routes, *request.forced[len(request.routes) :]]
 
     def make_room(self) -> list[Request]:
         """The decodes of this step, each with a page for its next token in every attention layer.

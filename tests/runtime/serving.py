@@ -58,13 +58,10 @@ def collect(given: dict[tuple[int, int], Given], engine: Engine) -> list[Request
 
 def serve(engine: Engine, asked: list[Asked]) -> list[Given]:
     """All requests together, to completion; the engine must be as empty as before."""
-    ids = [engine.add_request(a.prompt, a.params, a.layout, a.gate_bias) for a in asked]
-    given: dict[tuple[int, int], Given] = {}
-    while engine.has_unfinished():
-        collect(given, engine)
+    given = [given for given, _ in run(engine, asked)]
     engine.clear_cache()
     assert engine.pool.free == engine.pool.num_pages and engine.pool.reserved == 0
-    return [given[i, 0] for i in ids]
+    return given
 
 
 def run(engine: Engine, asked: list[Asked]) -> list[tuple[Given, RequestOutput]]:
@@ -80,6 +77,19 @@ def run(engine: Engine, asked: list[Asked]) -> list[tuple[Given, RequestOutput]]
 def alone(model: FlexHybridModel, asked: Asked, **changes: object) -> Given:
     """The request by itself in a fresh engine."""
     return serve(small_engine(model, **changes), [asked])[0]
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(2, 258) for _ in range(length))
+
+
+def asking(
+    prompt: tuple[int, ...], layout: str | tuple[str, ...] | None = None, new: int = 3, bias: float = 0.0
+) -> Asked:
+    """A greedy request that keeps its logits."""
+    return Asked(prompt, SamplingParams(max_new_tokens=new, keep_logits=True), layout, bias)
 
 
 def random_requests(model: FlexHybridModel, count: int, longest: int = 60, seed: int = 0) -> list[Asked]:

@@ -8,7 +8,7 @@ import torch
 
 from flexops import EngineConfig, FlexHybridModel
 from flexops.runtime import Engine, RequestOutput, SamplingParams
-from tests.runtime.serving import Asked, Given, collect, run, small_engine
+from tests.runtime.serving import Asked, Given, asking, collect, prompt_of, run, small_engine
 from tests.tiny import make_model
 
 LAYERS = 4
@@ -26,17 +26,6 @@ def model() -> FlexHybridModel:
 def cold(asked: Asked) -> Given:
     """The request in a fresh engine without a cache."""
     return run(small_engine(model(), context_cache=None), [asked])[0][0]
-
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(2, 258) for _ in range(length))
-
-
-def asking(
-    prompt: tuple[int, ...], layout: str | tuple[str, ...] | None = None, new: int = 3, bias: float = 0.0
-) -> Asked:
-    return Asked(prompt, SamplingParams(max_new_tokens=new, keep_logits=True), layout, bias)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------

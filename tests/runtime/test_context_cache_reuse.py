@@ -13,7 +13,7 @@ from flexops import FlexHybridModel
 from flexops.kernels import ATTENTION, SSM
 from flexops.runtime import Engine, RequestOutput, SamplingParams
 from flexops.runtime.context_cache import ContextNode, Entry, Kind, RouteNode
-from tests.runtime.serving import Asked, Given, collect, run, small_engine
+from tests.runtime.serving import Asked, Given, asking, collect, prompt_of, run, small_engine
 from tests.tiny import make_model
 
 LAYERS, PAGE = 4, 16
@@ -37,17 +37,6 @@ def cold(asked: Asked, dtype: torch.dtype = torch.float32) -> tuple[Given, Reque
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(2, 258) for _ in range(length))
-
-
-def asking(
-    prompt: tuple[int, ...], layout: str | tuple[str, ...] | None = None, new: int = 3, bias: float = 0.0
-) -> Asked:
-    return Asked(prompt, SamplingParams(max_new_tokens=new, keep_logits=True), layout, bias)
 
 
 def counted(engine: Engine) -> np.ndarray:
