@@ -190,16 +190,20 @@ def lookup(report: Report, model: FlexHybridModel) -> None:
     for i in order:
         cache.match(prefixes[i])
     report.check("lookup_ms_10000", 1e3 * (time.perf_counter() - begin) / len(order), 1.0, "lower")
-    shares = []
     layout = draw_layouts(model.config.num_hidden_layers, 1, rising=True)
-    sides: dict[str | None, Engine] = {kind: make_engine(model, kind) for kind in ("hybrid", None)}
-    for i in range(4 if report.options.quick else 12):
-        prompt = rng.integers(2, 4096, 512).tolist()
-        with_cache, without = (serve(side, [prompt], layout)[0] for side in sides.values())
-        if i:
-            shares.append(with_cache / without - 1)
-    report.check("lookup_and_publish_share", statistics.median(shares), 0.02, "lower", 0.0)
-    report.data["lookup_and_publish_shares"] = shares
+    # a page that is written for the first time has to be mapped by the system: that is most of what a new cache costs
+    for name, mapped in (("lookup_and_publish_share", True), ("lookup_and_publish_share_new_pages", False)):
+        sides: dict[str | None, Engine] = {kind: make_engine(model, kind) for kind in ("hybrid", None)}
+        shares = []
+        for side in sides.values() if mapped else ():
+            side.pool.memory.zero_()
+        for i in range(4 if report.options.quick else 12):
+            prompt = rng.integers(2, 4096, 512).tolist()
+            with_cache, without = (serve(side, [prompt], layout)[0] for side in sides.values())
+            if i:
+                shares.append(with_cache / without - 1)
+        report.check(name, statistics.median(shares), 0.02, "lower")
+        report.data[name] = shares
 
 
 def policy(report: Report, model: FlexHybridModel) -> None:
