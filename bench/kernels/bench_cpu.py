@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import unfused
 from conftest import CPU_SIZE
 
-from flexops.kernels import cpu
+from flexops.kernels import cpu, cpu_linear
 from flexops.kernels.linear import PackedLinear
 from tests.kernels import inputs
 
@@ -42,15 +42,20 @@ def _bandwidth(benchmark, moved_bytes: int) -> None:
     benchmark.extra_info["gigabytes_per_second"] = moved_bytes / benchmark.stats.stats.median / 1e9
 
 
-@pytest.mark.parametrize("side", ["packed", "F.linear"])
+@pytest.mark.parametrize("side", ["own", "onednn", "F.linear"])
 @pytest.mark.parametrize("rows", [1, 8, 32, 512])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_linear(benchmark, shape, dtype, rows, side):
+def bench_linear(benchmark, monkeypatch, shape, dtype, rows, side):
     benchmark.group = f"linear {shape} {str(dtype).removeprefix('torch.')} {rows} rows"
     weight = torch.randn(shape[1], shape[0]).to(dtype)
-    x, packed = torch.randn(rows, shape[0]).to(dtype), PackedLinear(weight)
-    benchmark((lambda: packed(x)) if side == "packed" else lambda: F.linear(x, weight))
+    x = torch.randn(rows, shape[0]).to(dtype)
+    if side == "onednn":
+        monkeypatch.setattr(cpu_linear, "supports", lambda weight: False)
+    packed = PackedLinear(weight)
+    if side not in ("F.linear", packed.form):
+        pytest.skip(f"{dtype} is {packed.form} on this processor")
+    benchmark((lambda: F.linear(x, weight)) if side == "F.linear" else lambda: packed(x))
     _bandwidth(benchmark, weight.nbytes)
 
 

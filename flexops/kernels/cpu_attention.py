@@ -275,6 +275,12 @@ def _meet_tile(scores, queries, sums, states, keys, values, rows, tile, position
         i += together
 
 
+@kernel(2)
+def _clear(arguments):
+    target, count = unpack(arguments, 0, 2)
+    clear_bytes(target, count)
+
+
 @kernel(16, floats=1)
 def _paged_attention(arguments):
     q, q_row, out, code, cache, page, page_tokens, kv_heads = unpack(arguments, 0, 8)
@@ -334,7 +340,8 @@ def paged_attention(
     _, _, kv_heads, page_tokens, _ = kv_cache.shape
     requests, pages = page_table.shape
     group = heads // kv_heads
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _clear(0, out.data_ptr(), out.nbytes)  # rows of no request
     _paged_attention(
         max_query_len * requests * pages * page_tokens * dim * kv_heads * 8,
         *(q.data_ptr(), q.stride(0), out.data_ptr(), codes[0]),

@@ -14,6 +14,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def _openmp() -> Any:
 
 _fork = _openmp()
 
+launches: ContextVar[list | None] = ContextVar("flexops_launches", default=None)  # where `cpu_replay` records them
+
+
+def fork() -> int:
+    """The address of OpenMP's entry; 0 where there is none."""
+    return 0 if _fork is None else ctypes.cast(_fork, ctypes.c_void_p).value or 0
+
 
 class Kernel:
     """A compiled function of int64 and float64 arguments."""
@@ -100,8 +108,11 @@ class Kernel:
         """Run all parts; by several threads where there is enough work."""
         block = self._block()
         self._pack_into(block, 0, 0, *arguments)
-        threads = 1 if work_bytes < FORK_FROM else torch.get_num_threads()
-        if threads == 1 or _fork is None:
+        threads = 1 if work_bytes < FORK_FROM or _fork is None else torch.get_num_threads()
+        recorded = launches.get()
+        if recorded is not None:
+            recorded.append((self._compiled.address, block, threads))
+        if threads == 1:
             self._call(block)
         else:
             _fork(self._compiled.address, block, threads, 0)

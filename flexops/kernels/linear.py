@@ -1,7 +1,8 @@
-"""Linear layers of the CPU path: weights packed once for oneDNN, and rows that do not depend on their neighbours.
+"""Linear layers of the engine: weights packed once, and rows that do not depend on their neighbours.
 
-The packed operators of torch have private names; this file alone knows them, looks for them once, and uses
-`F.linear` where they are missing, off the CPU, or refuse the dtype on this machine.
+Three forms: our own products (`cpu_linear.py`) where the processor is one they are written for, else oneDNN's, else
+`F.linear`. oneDNN's packed operators have private names in torch; this file alone knows them, looks for them once, and
+uses `F.linear` where they are missing, off the CPU, or refuse the dtype on this machine.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexops.kernels import cpu_linear
+
 _pack_weight: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _packed_linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 ROWS_TO_TRY = (1, 2, 3, 5, 8, 17, 33)
 
 
-def _packed(weight: Tensor) -> Tensor | None:
+def _onednn(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's blocked form, or None where torch cannot pack it or not multiply with it."""
     if weight.device.type != "cpu" or _pack_weight is None or _packed_linear is None:
         return None
@@ -34,11 +37,11 @@ def _packed(weight: Tensor) -> Tensor | None:
 class PackedLinear:
     """y = x W^T + b with W packed once; inference only.
 
-    On the CPU the packed form reads its weights about twice as fast as `F.linear` for a few rows, and from 2 rows up
-    the bits of a row depend neither on the number nor on the order of the rows (`verify_row_exactness` checks it).
-    One row alone takes another path in oneDNN, so it is computed as two.
+    On the CPU a packed weight is read two to four times as fast as `F.linear` reads its own for a few rows, and the
+    bits of a row depend neither on the number nor on the order of the rows (`verify_row_exactness` checks it). In
+    oneDNN one row alone takes another path, so it is computed as two.
 
-    in_features, out_features, dtype: of the joined weight.  packed: False where `F.linear` is used.
+    in_features, out_features, dtype: of the joined weight.  form: "own", "onednn" or "plain", which is `F.linear`.
     """
 
     def __init__(self, weights: Tensor | Sequence[Tensor], bias: Tensor | None = None) -> None:
@@ -54,23 +57,27 @@ class PackedLinear:
         self.dtype = joined.dtype
         self.device = joined.device
         self._bias = None if bias is None else bias.detach()
-        packed = _packed(joined)
-        self.packed = packed is not None
-        self._weight = joined if packed is None else packed
+        if cpu_linear.supports(joined):
+            self.form, self._weight = "own", cpu_linear.pack(joined)
+        elif (packed := _onednn(joined)) is not None:
+            self.form, self._weight = "onednn", packed
+        else:
+            self.form, self._weight = "plain", joined
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] in the dtype of the weights, rows may be strided -> [T, out]."""
-        rows = x.shape[0]
-        if rows == 1:
-            return self._apply(torch.cat((x, x)))[:1]
-        if rows == 0:
+        if self.form == "own":
+            return cpu_linear.linear(x, self._weight, self.out_features, self._bias)
+        if x.shape[0] == 0:
             return x.new_empty(0, self.out_features)
-        return self._apply(x)
+        if self.form == "plain":
+            return F.linear(x, self._weight, self._bias)
+        if x.shape[0] == 1:
+            return self._multiply(torch.cat((x, x)))[:1]
+        return self._multiply(x)
 
-    def _apply(self, x: Tensor) -> Tensor:
-        if self.packed:
-            return _packed_linear(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+    def _multiply(self, x: Tensor) -> Tensor:
+        return _packed_linear(x, self._weight, self._bias, "none", [], "")
 
 
 def verify_row_exactness(linear: PackedLinear, rows: Sequence[int] = ROWS_TO_TRY) -> bool:

@@ -77,7 +77,7 @@ class BranchRows:
     @cached_property
     def prefill_cu_seqlens(self) -> Tensor:
         """int32, of the rows behind the decodes."""
-        return self.cu_seqlens[self.num_decodes :] - self.num_decodes
+        return self.tensor(np.concatenate([[0], np.cumsum(self.counts[self.num_decodes :])]), np.int32)
 
     @cached_property
     def positions_tensor(self) -> Tensor:
@@ -115,10 +115,16 @@ class RouteSplit:
 class StepBatch:
     """The rows of one step: a token of every decoding slot, then the prefill slices of the layer at hand."""
 
-    def __init__(self, tables: RequestTables, decode_slots: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self, tables: RequestTables, decode_slots: np.ndarray, device: torch.device, advances: bool = False
+    ) -> None:
+        """advances: it is to serve further steps of the same decodes (`advance`), so page tables have columns spare."""
         self.tables = tables
         self.decode_slots = decode_slots
         self.device = device
+        self._advances = advances
+        self._attention: list[tuple[int, BranchRows, AttentionBatch]] = []
+        self._ssm: list[SSMBatch] = []  # launches that are replayed know the places of their tensors
         self._slots: dict[tuple[PrefillSlice, ...], np.ndarray] = {(): decode_slots}
         self._splits: dict[tuple, RouteSplit] = {}
 
@@ -162,16 +168,12 @@ class StepBatch:
 
     def attention(self, layer_idx: int, rows: BranchRows) -> AttentionBatch:
         """The attention branch's batch in one layer."""
-        page_tokens = self.tables.layout.page_tokens
-        columns = -(-int(rows.context.max()) // page_tokens)
-        table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
-        column, offset = np.divmod(rows.positions, page_tokens)
-        pages = table[rows.row_request, column].astype(np.int64)
-        slot_mapping = pages * page_tokens + offset
+        columns = None if self._advances else -(-int(rows.context.max()) // self.tables.layout.page_tokens)
+        table, slot_mapping = self._kv_places(layer_idx, rows, columns)
         replayed = np.array([False] * rows.num_decodes + [s.kind is StageKind.REPLAY for s in rows.slices])
         if replayed.any():  # their keys and values are there already, on pages that others may share
             slot_mapping[replayed[rows.row_request]] = -1
-        return AttentionBatch(
+        batch = AttentionBatch(
             positions=rows.positions_tensor,
             slot_mapping=rows.tensor(slot_mapping, np.int64),
             page_table=rows.tensor(table, np.int32),
@@ -180,6 +182,34 @@ class StepBatch:
             num_decodes=rows.num_decodes,
             max_prefill=int(rows.counts[rows.num_decodes :].max(initial=0)),
         )
+        if self._advances:
+            self._attention.append((layer_idx, rows, batch))
+        return batch
+
+    def _kv_places(self, layer_idx: int, rows: BranchRows, columns: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [R, columns], the requests' KV pages in one layer, and int64 [T], the slot that each row goes to."""
+        page_tokens = self.tables.layout.page_tokens
+        table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
+        column, offset = np.divmod(rows.positions, page_tokens)
+        return table, table[rows.row_request, column].astype(np.int64) * page_tokens + offset
+
+    def advance(self) -> bool:
+        """The same decodes at a later token: every index tensor changes in place.
+
+        False where the page tables have grown wider than their tensors; then nothing has changed.
+        """
+        columns = self.tables.kv_pages.shape[2]
+        if any(batch.page_table.shape[1] != columns for _, _, batch in self._attention):
+            return False
+        for split in self._splits.values():
+            for rows in (split.attention, split.ssm):
+                rows.starts[:] = self.tables.context[rows.slots]
+                np.add(rows.starts, 1, out=rows.context)
+        for layer_idx, rows, batch in self._attention:
+            table, slot_mapping = self._kv_places(layer_idx, rows, columns)
+            batch.page_table.numpy()[:] = table
+            batch.slot_mapping.numpy()[:] = slot_mapping
+        return True
 
     def ssm(self, layer_idx: int, rows: BranchRows) -> SSMBatch:
         """The SSM branch's batch in one layer.
@@ -211,7 +241,7 @@ class StepBatch:
         if checkpoints:
             checkpoint_rows = rows.tensor(np.array([r for r, _ in checkpoints]), np.int32)
             checkpoint_pages = rows.tensor(np.stack([pages for _, pages in checkpoints]), np.int32)
-        return SSMBatch(
+        batch = SSMBatch(
             num_decodes=n,
             positions=rows.starts_tensor[:n],
             state_pages=rows.tensor(states, np.int32),
@@ -223,3 +253,6 @@ class StepBatch:
             checkpoint_rows=checkpoint_rows,
             checkpoint_pages=checkpoint_pages,
         )
+        if self._advances:
+            self._ssm.append(batch)
+        return batch

@@ -8,7 +8,7 @@ A prompt with a cached prefix starts behind it. At each layer it asks how to ent
 has nothing for the route, rows of the prefix become active again, and the prompt goes on in the next step.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM, dispatch
+from ..kernels.cpu_replay import Recording, record
 from ..models.packed import PackedLayer, PackedModel
 from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch
 from .branches import BranchCoordinator
@@ -26,6 +27,8 @@ from .prefix_reuse import Move, PrefixReuse
 from .profiling import BranchLoad
 from .request import PrefillProgress, Request, Stage, StageKind
 from .tables import UNKNOWN, RequestTables
+
+REPLAYS = 16  # sets of decodes whose steps are kept: one is enough unless layouts run as batches of their own
 
 
 @dataclass
@@ -49,6 +52,17 @@ class _Rows:
             yield s, slice(start, end)
 
 
+@dataclass(frozen=True)
+class _Replay:
+    """The layers of a decode step, to run again: its index tensors, the rows that enter and leave, the gates' rows."""
+
+    recording: Recording
+    step: StepBatch
+    h: Tensor
+    delta: Tensor | None
+    decode_z: list[tuple[int, Tensor]]
+
+
 class Executor:
     """Runs steps of a packed model over the page pool."""
 
@@ -68,6 +82,8 @@ class Executor:
         self.device = model.embedding.device
         self.ops = dispatch.select(self.device)
         self.num_layers = len(model.layers)
+        self._can_replay = self.device.type == "cpu" and coordinator is None
+        self._replays: OrderedDict[tuple, _Replay | None] = OrderedDict()  # None for what has come once
         self.gate_table: Tensor | None = None
         if keep_gates and any(layer.gate is not None for layer in model.layers):
             size = tables.routes.shape[1], 16, self.num_layers, model.config.gate_dim
@@ -96,35 +112,13 @@ class Executor:
         """
         ops, model = self.ops, self.model
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
-        step = StepBatch(self.tables, slots, self.device)
-        decode_h = model.embedding.index_select(0, torch.tensor(token_ids, dtype=torch.int64, device=self.device))
-        # gate rows of generated tokens go with those of their prompt
-        decode_z: list[tuple[int, Tensor]] | None = [] if any(r.gate_rows for r in decodes) else None
-        rows: _Rows | None = None
-        stalled: set[Request] = set()
-        for layer_idx, layer in enumerate(model.layers):
-            planned = [s for s in plan[layer_idx] if s.request not in stalled]
-            if rows is not None and rows.slices != _passing(planned):
-                decode_h, rows = self._unpack(rows, len(decodes)), None
-            if planned:
-                stalled |= self._enter_layer(layer_idx, layer, planned)
-                planned = [s for s in planned if s.request not in stalled]
-            slices = _passing(planned)
-            if rows is not None and rows.slices != slices:
-                decode_h, rows = self._unpack(rows, len(decodes)), None
-            refills = tuple(s for s in planned if s.kind is StageKind.REFILL)
-            if refills:
-                self._refill(layer_idx, layer, step, refills)
-            if not decodes and not slices:
-                continue
-            if rows is None:
-                parts = [s.request.progress.hidden[s.start : s.end] for s in slices]
-                rows = _Rows(slices, torch.cat([decode_h, *parts]))
-                if decode_z is not None and not layer_idx:
-                    self._collect_gate_rows(0, rows, decode_z)
-            self._run_layer(layer_idx, layer, step, rows)
-            if layer_idx + 1 < self.num_layers:
-                self._collect_gate_rows(layer_idx + 1, rows, decode_z)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        keep_z = any(r.gate_rows for r in decodes)  # gate rows of generated tokens go with those of their prompt
+        if any(plan):
+            step = StepBatch(self.tables, slots, self.device)
+            rows, decode_z = self._pass_layers(step, model.embedding.index_select(0, ids), keep_z, plan)
+        else:
+            rows, decode_z = self._decode(slots, ids, keep_z)
         if decode_z:
             self._keep_decode_gates(decodes, slots, decode_z)
         wanted, owners = list(range(len(decodes))), list(decodes)
@@ -137,6 +131,68 @@ class Executor:
         index = torch.tensor(wanted, dtype=torch.int32, device=self.device)
         hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
+
+    def _decode(self, slots: np.ndarray, ids: Tensor, keep_z: bool) -> tuple[_Rows | None, list[tuple[int, Tensor]]]:
+        """A step of decodes alone, as `_pass_layers`: recorded when it comes a second time, and from then on replayed
+        for as long as the same requests decode on the same pages."""
+        key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, torch.get_num_threads())
+        again = key in self._replays
+        replay = self._replays.pop(key, None)
+        if replay is not None and replay.step.advance():
+            self._replays[key] = replay
+            torch.index_select(self.model.embedding, 0, ids, out=replay.h)
+            replay.recording.replay()
+            return _Rows((), replay.h, replay.delta), replay.decode_z
+        h = self.model.embedding.index_select(0, ids)
+        step = StepBatch(self.tables, slots, self.device, advances=again)
+        nothing: list[tuple[PrefillSlice, ...]] = [()] * self.num_layers
+        if not (again and self._can_replay):
+            rows, decode_z = self._pass_layers(step, h, keep_z, nothing)
+        else:
+            with record() as finish:
+                rows, decode_z = self._pass_layers(step, h, keep_z, nothing)
+            recording = finish()
+            self._can_replay = recording is not None
+            if rows is not None and recording is not None:
+                replay = _Replay(recording, step, h, rows.delta, decode_z)
+        self._replays[key] = replay
+        while len(self._replays) > REPLAYS:
+            self._replays.popitem(last=False)
+        return rows, decode_z
+
+    def _pass_layers(
+        self, step: StepBatch, decode_h: Tensor, keep_z: bool, plan: list[tuple[PrefillSlice, ...]]
+    ) -> tuple[_Rows | None, list[tuple[int, Tensor]]]:
+        """The rows behind the last layer, None if there are none; and where keep_z, per layer with a gate the rows z of
+        the decodes that enter it. decode_h: [n, hidden_size], overwritten."""
+        num_decodes = decode_h.shape[0]
+        decode_z: list[tuple[int, Tensor]] | None = [] if keep_z else None
+        rows: _Rows | None = None
+        stalled: set[Request] = set()
+        for layer_idx, layer in enumerate(self.model.layers):
+            planned = [s for s in plan[layer_idx] if s.request not in stalled]
+            if rows is not None and rows.slices != _passing(planned):
+                decode_h, rows = self._unpack(rows, num_decodes), None
+            if planned:
+                stalled |= self._enter_layer(layer_idx, layer, planned)
+                planned = [s for s in planned if s.request not in stalled]
+            slices = _passing(planned)
+            if rows is not None and rows.slices != slices:
+                decode_h, rows = self._unpack(rows, num_decodes), None
+            refills = tuple(s for s in planned if s.kind is StageKind.REFILL)
+            if refills:
+                self._refill(layer_idx, layer, step, refills)
+            if not num_decodes and not slices:
+                continue
+            if rows is None:
+                parts = [s.request.progress.hidden[s.start : s.end] for s in slices]
+                rows = _Rows(slices, torch.cat([decode_h, *parts]) if parts else decode_h)
+                if decode_z is not None and not layer_idx:
+                    self._collect_gate_rows(0, rows, decode_z)
+            self._run_layer(layer_idx, layer, step, rows)
+            if layer_idx + 1 < self.num_layers:
+                self._collect_gate_rows(layer_idx + 1, rows, decode_z)
+        return rows, decode_z or []
 
     def _enter_layer(self, layer_idx: int, layer: PackedLayer, slices: list[PrefillSlice]) -> set[Request]:
         """Choose the routes of the requests whose first rows enter the layer, and give them its pages.
@@ -287,7 +343,9 @@ class Executor:
             u = rows.u if split.one_route else ops.gather_rows(rows.u, split.order)
         self._capture_hidden(layer_idx, rows)
         y_attention, y_ssm = self._run_branches(layer_idx, layer, step, split, u)
-        if layer.ffn is None:
+        if layer.ffn is None and split.one_route:
+            rows.delta = y_attention if split.num_attention else y_ssm
+        elif layer.ffn is None:
             rows.delta = ops.gather_rows(torch.cat([y_attention, y_ssm]), split.inverse)
         else:
             v = ops.merge_norm(rows.h, y_attention, y_ssm, split.inverse, layer.ffn_norm, eps)

@@ -14,7 +14,8 @@ class RequestTables:
     routes: int8 [num_layers, slots], -1 while unknown.  context: int32 [slots], tokens in the caches.
     kv_pages: int32 [num_layers, slots, columns], grown as contexts do; state_pages, conv_pages: int32 [num_layers,
     slots, pages of an entry].  scratch: int32 [slots, pages of an entry], a state and window that a prefill overwrites
-    while it computes rows of a cached prefix again. Unused entries are -1.
+    while it computes rows of a cached prefix again. Unused entries are -1.  version: int64 [slots], another number
+    whenever a slot's routes or pages change other than by `grow`.
     """
 
     def __init__(self, num_layers: int, num_slots: int, pool: PagePool, poison: bool) -> None:
@@ -26,6 +27,7 @@ class RequestTables:
         self.state_pages = np.full((num_layers, num_slots, self.layout.state_pages), -1, dtype=np.int32)
         self.conv_pages = np.full((num_layers, num_slots, self.layout.conv_pages), -1, dtype=np.int32)
         self.scratch = np.full((num_slots, self.layout.entry_pages), -1, dtype=np.int32)
+        self.version = np.zeros(num_slots, dtype=np.int64)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._reserved = np.zeros((num_layers, num_slots), dtype=np.int32)
 
@@ -68,6 +70,7 @@ class RequestTables:
         self._reserved[layer_idx, slot] = 0
         pages = self.pool.allocate(needed - full, reserved=True)
         self.routes[layer_idx, slot] = route
+        self.version[slot] += 1
         if route == ATTENTION:
             self._widen(needed)
             self.kv_pages[layer_idx, slot, full:needed] = pages
@@ -112,6 +115,7 @@ class RequestTables:
         for table in (self.kv_pages, self.state_pages, self.conv_pages, self.routes):
             table[:, twin] = table[:, slot]
         self.context[twin] = self.context[slot]
+        self.version[twin] += 1
         states = len(partial) + self.state_pages[ssm, slot].size
         self.kv_pages[attention[: len(partial)], twin, full] = new[: len(partial)]
         self.state_pages[ssm, twin] = new[len(partial) : states].reshape(self.state_pages[ssm, slot].shape)
@@ -144,4 +148,5 @@ class RequestTables:
         for table in (self.kv_pages, self.state_pages, self.conv_pages):
             table[:, slot] = -1
         self.scratch[slot] = -1
+        self.version[slot] += 1
         self._free_slots.append(slot)

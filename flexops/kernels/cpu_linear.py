@@ -1,0 +1,196 @@
+"""Products with a constant weight on CPUs with AVX-512, for any number of rows, each with the bits it has alone.
+
+An output is a sum of chains of fused multiply-adds over 128 steps each, a step being one input, in bf16 two: so it is
+for every number of rows, cut of the work and number of threads, and no chain is long enough to gather much error. The
+weight is kept in blocks of 64 outputs, [steps][64], each read once from front to back: with few rows a product takes
+as long as reading its weight does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import binding, ir
+from numba.core import types
+from torch import Tensor
+
+from flexops.kernels.cpu_launch import kernel, next_part, unpack
+from flexops.kernels.cpu_simd import (
+    BF16,
+    F32,
+    FLOATS,
+    INT64,
+    LANES,
+    broadcast,
+    call,
+    clear_bytes,
+    emits,
+    load,
+    pointer_to,
+    read_row,
+    scratch,
+    store,
+    write_row,
+)
+
+BLOCK = 64  # outputs of a block: four vectors
+_VECTORS = BLOCK // LANES
+_TILE = 6  # rows whose sums of a block stay in registers: 24 of the 32
+_ROWS = 48  # rows of one part of the work
+_STEPS = 128  # steps of a chain; a block's weights of as many stay in the L1 cache while all rows of a part pass
+_INT32, _PAIRS = ir.IntType(32), ir.VectorType(ir.IntType(32), LANES)
+
+
+_features = functools.cache(binding.get_host_cpu_features)
+
+
+def supports(weight: Tensor) -> bool:
+    """Whether products with this weight run here.
+
+    fp32: where the processor has AVX-512.  bf16: an even number of inputs, where the processor multiplies pairs of
+    them and has no matrix unit, which oneDNN would use.
+    """
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.float32:
+        return bool(_features().get("avx512f"))
+    pairs = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return pairs and bool(_features().get("avx512bf16")) and not _features().get("amx-bf16")
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight: [outputs, inputs] that `supports` admits -> [blocks, steps, 64, inputs of a step], zeros behind."""
+    outputs, inputs = weight.shape
+    per_step = F32 // weight.element_size()
+    blocks = -(-outputs // BLOCK)
+    padded = weight.new_zeros(blocks * BLOCK, inputs)
+    padded[:outputs] = weight
+    return padded.view(blocks, BLOCK, inputs // per_step, per_step).transpose(1, 2).contiguous()
+
+
+def _multiply_add(b: ir.IRBuilder, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
+    return call(b, "llvm.fma.v16f32", FLOATS, [b.bitcast(x, FLOATS), b.bitcast(w, FLOATS), total])
+
+
+def _dot_pairs(b: ir.IRBuilder, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
+    bf16 = ir.VectorType(_BFloat(), 2 * LANES)
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, b.bitcast(x, bf16), b.bitcast(w, bf16)])
+
+
+class _BFloat(ir.Type):
+    """bf16, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _tile(rows: int, multiply: Callable) -> Any:
+    """sums [rows, 64] += one chain each over x [rows, steps] and a block [steps, 64]; a step is 4 bytes."""
+
+    @emits(types.void, types.int64, types.int64, types.int64, types.int64, types.int64)
+    def run(b, x, x_row, block, steps, sums):
+        starts = [b.add(x, b.mul(x_row, ir.Constant(INT64, r))) for r in range(rows)]
+        places = [pointer_to(b, sums, ir.Constant(INT64, LANES * i), 4, FLOATS) for i in range(rows * _VECTORS)]
+        before, loop, behind = b.block, b.append_basic_block("steps"), b.append_basic_block("behind")
+        b.branch(loop)
+        b.position_at_end(loop)
+        step = b.phi(INT64)
+        step.add_incoming(ir.Constant(INT64, 0), before)
+        totals = [b.phi(FLOATS) for _ in places]
+        weights = [
+            b.load(pointer_to(b, b.add(block, ir.Constant(INT64, v * LANES * 4)), step, BLOCK * 4, _PAIRS), align=4)
+            for v in range(_VECTORS)
+        ]
+        new = []
+        for r in range(rows):
+            value = broadcast(b, b.load(pointer_to(b, starts[r], step, 4, _INT32), align=2))
+            new += [multiply(b, value, weights[v], totals[r * _VECTORS + v]) for v in range(_VECTORS)]
+        following = b.add(step, ir.Constant(INT64, 1))
+        step.add_incoming(following, loop)
+        for total, later in zip(totals, new, strict=True):
+            total.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
+            total.add_incoming(later, loop)
+        b.cbranch(b.icmp_signed("<", following, steps), loop, behind)
+        b.position_at_end(behind)
+        for place, value in zip(places, new, strict=True):
+            b.store(b.fadd(b.load(place, align=4), value), place, align=4)
+
+    return run
+
+
+def _product(multiply: Callable, code: int) -> Any:
+    """The kernel of one dtype."""
+    tile1, tile2, tile3, tile4, tile5, tile6 = (_tile(rows, multiply) for rows in range(1, _TILE + 1))
+
+    def product(arguments):
+        x, x_row, weight, bias, out, out_row, rows, outputs, steps = unpack(arguments, 0, 9)
+        sums, added = scratch(_ROWS * BLOCK), scratch(BLOCK)
+        chunks = (rows + _ROWS - 1) // _ROWS
+        part, parts = next_part(arguments), (outputs + BLOCK - 1) // BLOCK * chunks
+        while part < parts:
+            first, chunk = part // chunks * BLOCK, part % chunks * _ROWS
+            width, count = min(BLOCK, outputs - first), min(_ROWS, rows - chunk)
+            block = weight + first * steps * 4
+            clear_bytes(sums, count * BLOCK * 4)
+            at = 0
+            while at < steps:
+                number = min(_STEPS, steps - at)
+                done = 0
+                while done < count:
+                    here = x + (chunk + done) * x_row + at * 4
+                    there, into = block + at * BLOCK * 4, sums + done * BLOCK * 4
+                    left = count - done
+                    size = (left + 1) // 2 if left == 7 or left == 8 else min(left, _TILE)
+                    if size == 6:
+                        tile6(here, x_row, there, number, into)
+                    elif size == 5:
+                        tile5(here, x_row, there, number, into)
+                    elif size == 4:
+                        tile4(here, x_row, there, number, into)
+                    elif size == 3:
+                        tile3(here, x_row, there, number, into)
+                    elif size == 2:
+                        tile2(here, x_row, there, number, into)
+                    else:
+                        tile1(here, x_row, there, number, into)
+                    done += size
+                at += number
+            if bias != 0:
+                read_row(added, bias + first * code, code, width)
+                for r in range(count):
+                    for i in range(0, BLOCK, LANES):
+                        store(sums, r * BLOCK + i, load(sums, r * BLOCK + i) + load(added, i))
+            for r in range(count):
+                target = out + ((chunk + r) * out_row + first) * code
+                write_row(target, code, sums + r * BLOCK * 4, width)
+            part = next_part(arguments)
+
+    return kernel(9)(product)
+
+
+_fp32_product = _product(_multiply_add, F32)
+_bf16_product = _product(_dot_pairs, BF16)
+
+
+def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b.
+
+    x: [T, inputs] in the dtype of W, rows may be strided.  packed: `pack(W)`.  bias: [outputs] or None, same dtype.
+    Returns [T, outputs] in the dtype of x, summed in fp32 and rounded once.
+    """
+    rows, out = x.shape[0], x.new_empty(x.shape[0], outputs)
+    product = _fp32_product if x.dtype == torch.float32 else _bf16_product
+    size = x.element_size()
+    product(
+        packed.numel() * size,
+        *(x.data_ptr(), x.stride(0) * size, packed.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), outputs, rows, outputs, packed.shape[1]),
+    )
+    return out
