@@ -17,10 +17,10 @@ from torch import Tensor
 from ..config import FlexHybridConfig
 from ..kernels import ATTENTION, SSM
 from ..models.packed import AttentionBatch, PackedAttention, PackedMamba2, SSMBatch
-from .coordination import BranchPlan, CostModel, plan_branches
+from .coordination import BranchPlan, CostModel, DeviceSpeed, plan_branches
 from .memory import PagePool
 from .partition import PartitionUnavailable, SMPartitions
-from .profiling import BranchLoad
+from .profiling import BranchLoad, BranchProfile
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +115,18 @@ def fork_join(streams: StreamPair, first: Callable[[], Tensor], second: Callable
 
 
 def make_coordinator(
-    coordination: bool | str, config: FlexHybridConfig, dtype: torch.dtype, device: torch.device
+    coordination: bool | str,
+    config: FlexHybridConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    profile: BranchProfile | None = None,
 ) -> BranchCoordinator | None:
     """The coordinator for `EngineConfig.coordination`, or None: one branch after the other, as on every CPU.
 
     True prepares partitions and falls back to plain streams, and those to one branch after the other; the log says
     why. "streams" takes plain streams for decodes too, without the fused launch. False gives None.
+
+    profile: of the model on the device, for the cost model; without one it is estimated from the device's speed.
     """
     if not coordination or device.type != "cuda":
         return None
@@ -143,7 +149,7 @@ def make_coordinator(
             for attention, ssm in partitions.streams
         ]
     splits = [] if partitions is None else partitions.splits
-    cost = CostModel.of(config, dtype, device)
+    cost = CostModel(config, dtype, DeviceSpeed.measure(device, dtype), profile)
     return BranchCoordinator(cost, coordination != "streams", splits, streams, num_sms, fork_join_us, partitions)
 
 

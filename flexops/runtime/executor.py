@@ -187,7 +187,7 @@ class Executor:
             kind = StageKind.FULL if move.resume == move.start else StageKind.REFILL
             progress.read[layer_idx, kind] = reuse.state_pages(layer_idx, move.resume)
         progress.reused_layers += move.resume > 0
-        reuse.capture_hidden(layer_idx, move.start)
+        reuse.capture_hidden(layer_idx, move.start, request.routes)
         if route == SSM:
             reuse.capture_states(layer_idx, move.resume)
         if move.resume == old_start:

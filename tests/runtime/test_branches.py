@@ -17,7 +17,7 @@ from flexops.runtime.branches import BranchCoordinator, fork_join, make_coordina
 from flexops.runtime.coordination import BranchPlan, CostModel, DeviceSpeed, feasible_splits
 from flexops.runtime.measuring import BranchRunner
 from flexops.runtime.partition import PartitionUnavailable
-from flexops.runtime.profiling import BranchLoad
+from flexops.runtime.profiling import BranchLoad, BranchProfile
 from tests import tiny
 from tests.runtime.serving import random_requests, serve, small_engine
 
@@ -193,13 +193,12 @@ def cuda(monkeypatch, log):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream(str(handle), log))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(branches, "SMPartitions", lambda index: partitions)
-    speed = DeviceSpeed(1.0, 1.0)
-    monkeypatch.setattr(branches.CostModel, "of", lambda *args: CostModel(args[0], args[1], speed))
+    monkeypatch.setattr(branches.DeviceSpeed, "measure", lambda *_: DeviceSpeed(1.0, 1.0))
     return partitions
 
 
-def make(coordination: bool | str, device: torch.device = CUDA) -> BranchCoordinator | None:
-    return make_coordinator(coordination, tiny.make_model().config, torch.float32, device)
+def make(coordination: bool | str, device: torch.device = CUDA, **profile: object) -> BranchCoordinator | None:
+    return make_coordinator(coordination, tiny.make_model().config, torch.float32, device, **profile)
 
 
 def test_partitions_where_the_driver_grants_them(cuda, caplog):
@@ -207,6 +206,11 @@ def test_partitions_where_the_driver_grants_them(cuda, caplog):
     assert made.fused and made.splits == [(16, 112), (64, 64)] and made.partitions is cuda
     assert [[stream.name for stream in pair] for pair in made.streams] == [["11", "12"], ["21", "22"]]
     assert made.num_sms == 132 and made.fork_join_us > 0 and caplog.text == ""
+
+
+def test_the_profile_predicts_what_is_coordinated(cuda):
+    profile = BranchProfile({}, {}, {})
+    assert make(True, profile=profile).cost.profile is profile and make(True).cost.profile is None
 
 
 def test_plain_streams_where_it_does_not(cuda, caplog, monkeypatch):
