@@ -2,8 +2,9 @@
 
 Projections are matrix products of the whole device's library and stay on the main stream; what runs side by side is
 what lies between them. A fork is an event that both streams wait for, the join one event of each.
-Memory: tensors made on a side stream are freed to that stream, where the next fork waits for the main stream before
-they are written again; tensors of the main stream are held until after the join.
+Memory: what the branches read is made on the main stream and held until after the join. What they make, they make on
+their own stream: freed, it goes back to that stream, and nothing is written there again before the next fork, which
+waits for all that the main stream had been given until then, the last reader among it.
 """
 
 import logging
@@ -100,17 +101,23 @@ class BranchCoordinator:
 
 
 def fork_join(streams: StreamPair, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Both at once, each on its stream, between the current stream's work before and after."""
+    """Both at once, each on its stream, between the current stream's work before and after.
+
+    Where a branch raises, the current stream still waits for what was launched: its memory is free again then.
+    """
     main = torch.cuda.current_stream(streams[0].device)
     fork = main.record_event()
-    results, ends = [], []
-    for stream, branch in zip(streams, (first, second), strict=True):
-        stream.wait_event(fork)
-        with torch.cuda.stream(stream):
-            results.append(branch())
-            ends.append(stream.record_event())
-    for end in ends:
-        main.wait_event(end)
+    results = []
+    started: list[torch.cuda.Stream] = []
+    try:
+        for stream, branch in zip(streams, (first, second), strict=True):
+            stream.wait_event(fork)
+            started.append(stream)
+            with torch.cuda.stream(stream):
+                results.append(branch())
+    finally:
+        for stream in started:
+            main.wait_event(stream.record_event())
     return results[0], results[1]
 
 

@@ -26,13 +26,17 @@ class DeviceSpeed:
 
     @classmethod
     def measure(cls, device: torch.device | str, dtype: torch.dtype) -> "DeviceSpeed":
-        """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU."""
-        a = torch.randn(512, 512, device=device, dtype=dtype)
-        source = torch.zeros(1 << 24, dtype=torch.uint8, device=device)
+        """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU.
+
+        On a GPU they are large enough to hide a launch, and to be beyond its cache.
+        """
+        size, num_bytes = (8192, 1 << 28) if torch.device(device).type == "cuda" else (512, 1 << 24)
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         product_us = _best_us(lambda: a @ a, a.device)
         copy_us = _best_us(lambda: target.copy_(source), a.device)
-        return cls(flops_per_us=2 * 512**3 / product_us, bytes_per_us=2 * source.numel() / copy_us)
+        return cls(flops_per_us=2 * size**3 / product_us, bytes_per_us=2 * num_bytes / copy_us)
 
 
 @dataclass(frozen=True)
