@@ -13,6 +13,15 @@ from .request import Request, StageKind
 from .tables import RequestTables
 
 
+def on_device(values: np.ndarray | list[int], dtype: type, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor, without waiting for the device.
+
+    A plain copy to a GPU ends with the stream's work; from page-locked memory it is queued, and the host goes on.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True)
 class PrefillSlice:
     """Rows [start, end) of a request's prompt, to pass one layer in this step. first: they are its stage's first."""
@@ -93,7 +102,7 @@ class BranchRows:
 
     def tensor(self, array: np.ndarray, dtype: type) -> Tensor:
         """An array as a tensor on the step's device."""
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self.device)
+        return on_device(array, dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,8 @@ class StepBatch:
     def attention(self, layer_idx: int, rows: BranchRows) -> AttentionBatch:
         """The attention branch's batch in one layer."""
         page_tokens = self.tables.layout.page_tokens
-        columns = -(-int(rows.context.max()) // page_tokens)
+        # a power of two, -1 behind a request's own: what a launch depends on changes as seldom as that
+        columns = 1 << (-(-int(rows.context.max()) // page_tokens) - 1).bit_length()
         table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
         column, offset = np.divmod(rows.positions, page_tokens)
         pages = table[rows.row_request, column].astype(np.int64)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels import ATTENTION, SSM, dispatch
 from ..models.packed import PackedLayer, PackedModel
-from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch
+from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch, on_device
 from .branches import BranchCoordinator
 from .memory import PagePool
 from .prefix_reuse import Move, PrefixReuse
@@ -97,7 +97,7 @@ class Executor:
         ops, model = self.ops, self.model
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
         step = StepBatch(self.tables, slots, self.device)
-        decode_h = model.embedding.index_select(0, torch.tensor(token_ids, dtype=torch.int64, device=self.device))
+        decode_h = model.embedding.index_select(0, on_device(token_ids, np.int64, self.device))
         # gate rows of generated tokens go with those of their prompt
         decode_z: list[tuple[int, Tensor]] | None = [] if any(r.gate_rows for r in decodes) else None
         rows: _Rows | None = None
@@ -134,7 +134,7 @@ class Executor:
             owners.extend([s.request] * (where.stop - where.start - skipped))
         if rows is None or not wanted:
             return model.embedding.new_empty(0, model.head.out_features), []
-        index = torch.tensor(wanted, dtype=torch.int32, device=self.device)
+        index = on_device(wanted, np.int32, self.device)
         hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
 
@@ -357,8 +357,8 @@ class Executor:
             self.gate_table = F.pad(self.gate_table, (0, 0, 0, 0, 0, max(max(numbers) + 1, 2 * capacity) - capacity))
         layers = [layer_idx for layer_idx, _ in decode_z]
         stacked = torch.stack([z for _, z in decode_z], dim=1)
-        where = torch.from_numpy(slots)[:, None], torch.tensor(numbers)[:, None], torch.tensor(layers)[None]
-        self.gate_table[tuple(index.to(self.device) for index in where)] = stacked
+        rows, columns, at = (on_device(index, np.int64, self.device) for index in (slots, numbers, layers))
+        self.gate_table[rows[:, None], columns[:, None], at[None]] = stacked
 
     def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
         """The prefills' rows back to their requests' buffers. Returns the decodes' rows."""

@@ -88,15 +88,16 @@ def test_any_order_of_programs(monkeypatch):
 @pytest.mark.parametrize("contexts", [(5, 40, 1), (5, 300, 1)], ids=["one split", "splits"])
 @pytest.mark.parametrize("padded", [[1], [0, 2], [0, 1, 2]], ids=str)
 def test_padding_of_attention(contexts, padded):
-    """Requests without a token and without pages: they change nothing of the others, and read no page."""
+    """Requests without a token and without pages change nothing of the others; their own rows are undefined."""
     args = arguments(contexts=contexts)
     expected = fused.decode_branches(*[copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
     args[2][padded], args[3][padded] = -1, 0
-    assert_same_bits(args)
+    theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
     got = fused.decode_branches(*args)
     live = [i for i in range(3) if i not in padded]
-    assert torch.equal(bits(got[0][live]), bits(expected[0][live]))
-    assert torch.equal(bits(got[1]), bits(expected[1]))
+    for other in (expected, theirs):
+        assert torch.equal(bits(got[0][live]), bits(other[0][live]))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[1:], other[1:], strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,7 +107,7 @@ def test_padding_alone_writes_nothing(dtype):
     args[2][:], args[3][:] = -1, 0
     before = [bits(args[i]).clone() for i in MUTATED]
     theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
-    for got, expected in zip(fused.decode_branches(*args), theirs, strict=True):
+    for got, expected in zip(fused.decode_branches(*args)[1:], theirs[1:], strict=True):
         assert torch.equal(bits(got), bits(expected))
     assert all(torch.equal(bits(args[i]), old) for i, old in zip(MUTATED, before, strict=True))
 
