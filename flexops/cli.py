@@ -150,7 +150,9 @@ def profile(
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     output: Annotated[
         Path | None,
-        typer.Option(help="A file or folder to store it in; by default the model's folder, or else the user's cache."),
+        typer.Option(
+            help="A .json file, or a folder, to store it in; by default the model's folder, or else the user's cache."
+        ),
     ] = None,
 ) -> None:
     """Measure the parts of a model's layers on this device, once, and store what they cost."""
@@ -197,7 +199,7 @@ def save_profile(profile: BranchProfile, model: str, output: Path | None) -> Pat
     """Store a profile where the user says, beside a model that is a folder, or else in the user's cache folder."""
     folder = Path(model)
     if output is not None:
-        path = profile_path(profile.key, output) if output.is_dir() else output
+        path = output if output.suffix == ".json" else profile_path(profile.key, output)
     elif model not in loading.NAMES and folder.is_dir() and os.access(folder, os.W_OK):
         path = profile_path(profile.key, folder)
     else:

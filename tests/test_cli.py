@@ -205,6 +205,8 @@ def test_profile_goes_where_it_is_sent_and_else_to_the_users_cache(flexops_comma
     assert engine.profile == BranchProfile.load(sent) != BranchProfile.load(path)
     assert flexops_command("profile", folder, *PROFILE, "--output", sent.parent)[0] == 0
     assert sorted(p.name for p in sent.parent.iterdir()) == [path.name, "mine.json"]
+    assert flexops_command("profile", folder, *PROFILE, "--output", sent.parent / "deep")[0] == 0
+    assert (sent.parent / "deep" / path.name).is_file()
     code, _, err = flexops_command("profile", folder, *PROFILE, "--output", sent / "below")
     assert code == 2 and "choose another --output" in err
     assert not list(folder.glob("flexops-profile-*"))
