@@ -30,7 +30,7 @@ class DeviceSpeed:
 
         On a GPU they are large enough to hide a launch, and to be beyond its cache.
         """
-        size, num_bytes = (8192, 1 << 28) if torch.device(device).type == "cuda" else (512, 1 << 24)
+        size, num_bytes = (4096, 1 << 27) if torch.device(device).type == "cuda" else (512, 1 << 24)
         a = torch.randn(size, size, device=device, dtype=dtype)
         source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
