@@ -1,5 +1,6 @@
 """The command `flexops`."""
 
+import os
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -26,7 +27,7 @@ from .models.layout import Layout, layout_strip
 from .models.packed import PackedModel
 from .runtime import Engine, RequestOutput, SamplingParams
 from .runtime.measuring import profile_model
-from .runtime.profiling import profile_path
+from .runtime.profiling import BranchProfile, profile_path
 from .text import TextStream
 
 app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.", add_completion=False)
@@ -147,8 +148,14 @@ def profile(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
     batches: Annotated[int, typer.Option(help="Batches to measure; more fit better.")] = 160,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .json file, or a folder, to store it in; by default the model's folder, or else the user's cache."
+        ),
+    ] = None,
 ) -> None:
-    """Measure the attention and the SSM branch of a model on this device, once, and store what they cost."""
+    """Measure the parts of a model's layers on this device, once, and store what they cost."""
     console = Console(highlight=False)
     with user_errors():
         if batches < MIN_BATCHES or not seconds > 0:
@@ -177,16 +184,31 @@ def profile(
                 budget_s=seconds,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-        path = profile_path(made.key)
-        made.save(path)
+        path = save_profile(made, model, output)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("branch", "held-out error", "90th percentile", "spread of a run", "samples"):
-        table.add_column(name, justify="left" if name == "branch" else "right")
+    for name in ("part of a layer", "held-out error", "90th percentile", "spread of a run", "samples"):
+        table.add_column(name, justify="left" if name == "part of a layer" else "right")
     for name, error in made.held_out.items():
         cells = (f"{value:.1%}" for value in (error.median, error.p90, error.spread))
         table.add_row(name, *cells, str(error.count))
     console.print(table)
     console.print(f"stored for {made.key['device']} in {path}", soft_wrap=True)
+
+
+def save_profile(profile: BranchProfile, model: str, output: Path | None) -> Path:
+    """Store a profile where the user says, beside a model that is a folder, or else in the user's cache folder."""
+    folder = Path(model)
+    if output is not None:
+        path = output if output.suffix == ".json" else profile_path(profile.key, output)
+    elif model not in loading.NAMES and folder.is_dir() and os.access(folder, os.W_OK):
+        path = profile_path(profile.key, folder)
+    else:
+        path = profile_path(profile.key)
+    try:
+        profile.save(path)
+    except OSError as error:
+        raise ValueError(f"the profile cannot be stored in {str(path)!r}: {error}; choose another --output") from error
+    return path
 
 
 @dataclass

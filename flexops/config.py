@@ -1,6 +1,7 @@
 """Settings of the model (`FlexHybridConfig`) and of the runtime (`EngineConfig`)."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PretrainedConfig
@@ -152,6 +153,9 @@ class EngineConfig:
     coordination: both branches of a layer at once on a GPU (§5.2). True: partitioned SMs where the predicted gain beats
     fork and join, and one launch for decodes; "streams": two plain streams; False: one after the other (ablation), as
     on every CPU. Never changes a result.
+    profile: a file that `flexops profile` wrote: what the parts of a layer take on this device, for coordination and
+    the context cache's choice of what to keep. None takes the one beside the model, or in the user's cache folder;
+    without any, costs are estimated. Never changes a result.
     context_cache: "hybrid" reuses prefixes layer by layer (§6), "conventional" only whole ones of an equal layout (for
     comparison), None keeps nothing between requests. Never changes a result.
     cache_entries: "auto" keeps KV, states and layer inputs while there is room and lets their value decide what goes;
@@ -172,6 +176,7 @@ class EngineConfig:
     max_model_len: int | None = None
     selective_batching: bool = True
     coordination: bool | str = True
+    profile: str | Path | None = None
     context_cache: Literal["hybrid", "conventional"] | None = "hybrid"
     cache_entries: Literal["auto", "paper"] = "auto"
     cache_eviction: Literal["value", "lru"] = "value"

@@ -1,18 +1,20 @@
 """`flexops generate` as a person runs it: from arguments to what stands on the terminal."""
 
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 import flexops
 from flexops import cli
 from flexops import kernels as fk
-from flexops.runtime import CostModel, Engine, SamplingParams
+from flexops.runtime import Engine, EngineConfig, SamplingParams
+from flexops.runtime.profiling import BranchProfile
 from tests import tiny
 
 
@@ -166,21 +168,48 @@ def test_mistakes_end_with_one_clear_line(flexops_command, folder, arguments, me
     assert message in err and "Traceback" not in err
 
 
-def test_profile_is_stored_and_reported(flexops_command, folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, out, _ = flexops_command("profile", folder, "--batches", 40, "--seconds", 0.1)
-    assert code == 0
-    (path,) = (tmp_path / "flexops" / "profiles").iterdir()
+PROFILE = ("--batches", 40, "--seconds", 0.1)
+
+
+def test_profile_is_stored_beside_the_model_reported_and_used(flexops_command, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    mine = Path(shutil.copytree(folder, tmp_path / "mine"))
+    code, out, _ = flexops_command("profile", mine, *PROFILE)
+    assert code == 0 and not (tmp_path / "home").exists()
+    (path,) = mine.glob("flexops-profile-*.json")
     stored = json.loads(path.read_text())
     assert stored["key"]["hidden_size"] == 32 and stored["key"]["mamba_n_heads"] == 4
-    for name in ("attention", "ssm"):
+    for name in ("attention", "ssm", "ffn"):
         error = stored["held_out"][name]
         assert error["count"] == 10 and 0 < error["median"] <= error["p90"]
         assert re.search(rf"{name} +{error['median']:.1%} +{error['p90']:.1%} +{error['spread']:.1%} +10\b", out)
     assert str(path) in out
-    model, _ = cli.loading.load(folder)
-    cost = CostModel.of(model.config, torch.float32, torch.device("cpu"))
-    assert cost.profile is not None and cost.profile.coefficients == stored["coefficients"]
+    with fk.backend("cpu"):
+        engine = Engine(cli.loading.load(mine)[0])
+    assert engine.profile is not None and engine.profile.coefficients == stored["coefficients"]
+    assert flexops_command("generate", "--prompt", "hello", "--model", mine, "--max-new-tokens", 3)[0] == 0
+
+
+def test_profile_goes_where_it_is_sent_and_else_to_the_users_cache(flexops_command, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))  # somebody else's
+    assert flexops_command("profile", folder, *PROFILE)[0] == 0
+    (path,) = (tmp_path / "home" / "flexops" / "profiles").iterdir()
+    with fk.backend("cpu"):
+        assert Engine(cli.loading.load(folder)[0]).profile == BranchProfile.load(path)
+    sent = tmp_path / "new" / "mine.json"
+    assert flexops_command("profile", folder, *PROFILE, "--output", sent)[0] == 0
+    with fk.backend("cpu"):
+        engine = Engine(cli.loading.load(folder)[0], EngineConfig(profile=sent))
+    assert engine.profile == BranchProfile.load(sent) != BranchProfile.load(path)
+    assert flexops_command("profile", folder, *PROFILE, "--output", sent.parent)[0] == 0
+    assert sorted(p.name for p in sent.parent.iterdir()) == [path.name, "mine.json"]
+    assert flexops_command("profile", folder, *PROFILE, "--output", sent.parent / "deep")[0] == 0
+    assert (sent.parent / "deep" / path.name).is_file()
+    code, _, err = flexops_command("profile", folder, *PROFILE, "--output", sent / "below")
+    assert code == 2 and "choose another --output" in err
+    assert not list(folder.glob("flexops-profile-*"))
 
 
 @pytest.mark.parametrize("option", [("--batches", 39), ("--seconds", 0)])

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..config import FlexHybridConfig
 from .modeling import FlexHybridModel
 
+NAMES = ("flex-tiny", "smollm2")  # that `load` knows; anything else is a folder
 FLEX_TINY = Path(__file__).parents[1] / "assets" / "flex-tiny"
 
 
@@ -88,6 +89,7 @@ def from_model(model: PreTrainedModel) -> FlexHybridModel:
     source = {_renamed(name, family.names): p for name, p in model.named_parameters(remove_duplicate=False)}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     config = FlexHybridConfig(**_common(model.config), **family.sizes(model.config), tie_word_embeddings=tied)
+    config.name_or_path = model.config.name_or_path
     with torch.device("meta"):  # only the modules: their parameters are replaced below
         ours = FlexHybridModel(config)
     _adopt(ours, source)

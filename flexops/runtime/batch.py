@@ -13,6 +13,15 @@ from .request import Request, StageKind
 from .tables import RequestTables
 
 
+def on_device(values: np.ndarray | list[int], dtype: type, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor, without waiting for the device.
+
+    A plain copy to a GPU ends with the stream's work; from page-locked memory it is queued, and the host goes on.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True)
 class PrefillSlice:
     """Rows [start, end) of a request's prompt, to pass one layer in this step. first: they are its stage's first."""
@@ -93,7 +102,7 @@ class BranchRows:
 
     def tensor(self, array: np.ndarray, dtype: type) -> Tensor:
         """An array as a tensor on the step's device."""
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self.device)
+        return on_device(array, dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -118,13 +127,14 @@ class StepBatch:
     def __init__(
         self, tables: RequestTables, decode_slots: np.ndarray, device: torch.device, advances: bool = False
     ) -> None:
-        """advances: it is to serve further steps of the same decodes (`advance`), so page tables have columns spare."""
+        """advances: it is to serve further steps of the same decodes (`advance`)."""
         self.tables = tables
         self.decode_slots = decode_slots
         self.device = device
         self._advances = advances
+        # kept where it advances: launches that are replayed know the places of the tensors
         self._attention: list[tuple[int, BranchRows, AttentionBatch]] = []
-        self._ssm: list[SSMBatch] = []  # launches that are replayed know the places of their tensors
+        self._ssm: list[SSMBatch] = []
         self._slots: dict[tuple[PrefillSlice, ...], np.ndarray] = {(): decode_slots}
         self._splits: dict[tuple, RouteSplit] = {}
 
@@ -168,7 +178,8 @@ class StepBatch:
 
     def attention(self, layer_idx: int, rows: BranchRows) -> AttentionBatch:
         """The attention branch's batch in one layer."""
-        columns = None if self._advances else -(-int(rows.context.max()) // self.tables.layout.page_tokens)
+        # a power of two, -1 behind a request's own: what a launch depends on changes as seldom as that
+        columns = 1 << (self._columns(rows) - 1).bit_length()
         table, slot_mapping = self._kv_places(layer_idx, rows, columns)
         replayed = np.array([False] * rows.num_decodes + [s.kind is StageKind.REPLAY for s in rows.slices])
         if replayed.any():  # their keys and values are there already, on pages that others may share
@@ -186,7 +197,11 @@ class StepBatch:
             self._attention.append((layer_idx, rows, batch))
         return batch
 
-    def _kv_places(self, layer_idx: int, rows: BranchRows, columns: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _columns(self, rows: BranchRows) -> int:
+        """Pages of the longest request."""
+        return -(-int(rows.context.max()) // self.tables.layout.page_tokens)
+
+    def _kv_places(self, layer_idx: int, rows: BranchRows, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 [R, columns], the requests' KV pages in one layer, and int64 [T], the slot that each row goes to."""
         page_tokens = self.tables.layout.page_tokens
         table = self.tables.kv_pages[layer_idx, rows.slots, :columns]
@@ -196,17 +211,16 @@ class StepBatch:
     def advance(self) -> bool:
         """The same decodes at a later token: every index tensor changes in place.
 
-        False where the page tables have grown wider than their tensors; then nothing has changed.
+        False where a page table would have to be wider than its tensor.
         """
-        columns = self.tables.kv_pages.shape[2]
-        if any(batch.page_table.shape[1] != columns for _, _, batch in self._attention):
-            return False
         for split in self._splits.values():
             for rows in (split.attention, split.ssm):
                 rows.starts[:] = self.tables.context[rows.slots]
                 np.add(rows.starts, 1, out=rows.context)
+        if any(self._columns(rows) > batch.page_table.shape[1] for _, rows, batch in self._attention):
+            return False
         for layer_idx, rows, batch in self._attention:
-            table, slot_mapping = self._kv_places(layer_idx, rows, columns)
+            table, slot_mapping = self._kv_places(layer_idx, rows, batch.page_table.shape[1])
             batch.page_table.numpy()[:] = table
             batch.slot_mapping.numpy()[:] = slot_mapping
         return True

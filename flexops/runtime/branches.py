@@ -2,8 +2,9 @@
 
 Projections are matrix products of the whole device's library and stay on the main stream; what runs side by side is
 what lies between them. A fork is an event that both streams wait for, the join one event of each.
-Memory: tensors made on a side stream are freed to that stream, where the next fork waits for the main stream before
-they are written again; tensors of the main stream are held until after the join.
+Memory: what the branches read is made on the main stream and held until after the join. What they make, they make on
+their own stream: freed, it goes back to that stream, and nothing is written there again before the next fork, which
+waits for all that the main stream had been given until then, the last reader among it.
 """
 
 import logging
@@ -17,10 +18,10 @@ from torch import Tensor
 from ..config import FlexHybridConfig
 from ..kernels import ATTENTION, SSM
 from ..models.packed import AttentionBatch, PackedAttention, PackedMamba2, SSMBatch
-from .coordination import BranchPlan, CostModel, plan_branches
+from .coordination import BranchPlan, CostModel, DeviceSpeed, plan_branches
 from .memory import PagePool
 from .partition import PartitionUnavailable, SMPartitions
-from .profiling import BranchLoad
+from .profiling import BranchLoad, BranchProfile
 
 logger = logging.getLogger(__name__)
 
@@ -100,27 +101,39 @@ class BranchCoordinator:
 
 
 def fork_join(streams: StreamPair, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Both at once, each on its stream, between the current stream's work before and after."""
+    """Both at once, each on its stream, between the current stream's work before and after.
+
+    Where a branch raises, the current stream still waits for what was launched: its memory is free again then.
+    """
     main = torch.cuda.current_stream(streams[0].device)
     fork = main.record_event()
-    results, ends = [], []
-    for stream, branch in zip(streams, (first, second), strict=True):
-        stream.wait_event(fork)
-        with torch.cuda.stream(stream):
-            results.append(branch())
-            ends.append(stream.record_event())
-    for end in ends:
-        main.wait_event(end)
+    results = []
+    started: list[torch.cuda.Stream] = []
+    try:
+        for stream, branch in zip(streams, (first, second), strict=True):
+            stream.wait_event(fork)
+            started.append(stream)
+            with torch.cuda.stream(stream):
+                results.append(branch())
+    finally:
+        for stream in started:
+            main.wait_event(stream.record_event())
     return results[0], results[1]
 
 
 def make_coordinator(
-    coordination: bool | str, config: FlexHybridConfig, dtype: torch.dtype, device: torch.device
+    coordination: bool | str,
+    config: FlexHybridConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    profile: BranchProfile | None = None,
 ) -> BranchCoordinator | None:
     """The coordinator for `EngineConfig.coordination`, or None: one branch after the other, as on every CPU.
 
     True prepares partitions and falls back to plain streams, and those to one branch after the other; the log says
     why. "streams" takes plain streams for decodes too, without the fused launch. False gives None.
+
+    profile: of the model on the device, for the cost model; without one it is estimated from the device's speed.
     """
     if not coordination or device.type != "cuda":
         return None
@@ -143,7 +156,7 @@ def make_coordinator(
             for attention, ssm in partitions.streams
         ]
     splits = [] if partitions is None else partitions.splits
-    cost = CostModel.of(config, dtype, device)
+    cost = CostModel(config, dtype, DeviceSpeed.measure(device, dtype), profile)
     return BranchCoordinator(cost, coordination != "streams", splits, streams, num_sms, fork_join_us, partitions)
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from torch import Tensor
 
-from ..kernels import SSM
+from ..kernels import ATTENTION, SSM
 from .eviction import heat_after_access, hits_at
 
 NEVER = float("-inf")  # heat before the first access
@@ -48,12 +48,14 @@ class Goal:
     """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
 
     hits: how often that is of use, H in Eq. 5.  base: see `Use`.  pages: of all it takes, from the node that has it.
+    attention: how many of the layers from that node on take attention.
     """
 
     hits: float
     base: float
     depth: int
     pages: int
+    attention: int = 0
 
     def worth(self, depth: int) -> float:
         """Use per page for reuse that stands at a lower layer."""
@@ -119,7 +121,8 @@ class RouteNode:
                 own.append(Goal(node.use.hits, node.use.base, node.depth, 0))
             for child in node.children.values():
                 if child.goal is not None and (pages := child.edge_pages) is not None:
-                    own.append(dataclasses.replace(child.goal, pages=child.goal.pages + pages))
+                    attention = child.goal.attention + (child.route == ATTENTION)
+                    own.append(dataclasses.replace(child.goal, pages=child.goal.pages + pages, attention=attention))
             depth = node.depth
             goal = max(own, key=lambda g: g.worth(depth), default=None)
             if goal == node.goal and node is not self:

@@ -105,11 +105,15 @@ class ContextCache:
         self.stats = CacheStats()
         self.clock = 0
         self.splits = 0  # nodes cut so far: what walks along nodes has to look again when it changes
-        self.mixer_us = {route: cost_model.predict_us(route, 256, 256) / 256 for route in (ATTENTION, SSM)}
-        self.rest_us = [cost_model.rest_us(layer_idx, 256) / 256 for layer_idx in range(self.num_layers)]
+        self._mixer_us = {route: cost_model.predict_us(route, 256, 256) / 256 for route in (ATTENTION, SSM)}
+        self._rest_us = [cost_model.rest_us(layer_idx, 256) / 256 for layer_idx in range(self.num_layers)]
         self._refs = np.zeros(pool.num_pages, dtype=np.int32)
         self._queue: EvictionQueue[Entry] = EvictionQueue(self._priority)
         self._captures: dict[Captures, None] = {}  # by age
+
+    def layer_us(self, layer_idx: int, route: int) -> float:
+        """Microseconds of a prefilled token in a layer, behind some hundreds of others: what R of Eq. 5 counts in."""
+        return self._mixer_us[route] + self._rest_us[layer_idx]
 
     # --- looking up -----------------------------------------------------------------------------------------------
 
@@ -470,17 +474,17 @@ class ContextCache:
         use: Use | Goal = entry.use
         pages = len(entry.pages)
         if entry.kind is Kind.HIDDEN:
-            saved_us = tokens * self._path_us(node, node.depth)
+            saved_us = tokens * self._path_us(node, None)
         elif entry.kind is Kind.STATE and entry.end < max(node.states, default=0):
             # a shorter way for a prefix that ends behind it, where the longest is not of use
             below = max((p for p in node.states if p < entry.end), default=entry.start)
-            saved_us = (entry.end - below) // 4 * (self.mixer_us[SSM] + self.rest_us[entry.layer_idx])
+            saved_us = (entry.end - below) // 4 * self.layer_us(entry.layer_idx, SSM)
         elif node.goal is None:
             saved_us = 0.0
         else:
             if entry.kind is Kind.STATE:
                 tokens = entry.end - self._last_state(entry)
-            saved_us = tokens * self._path_us(node, node.goal.depth)
+            saved_us = tokens * self._path_us(node, node.goal)
             use, pages = node.goal, pages + node.goal.pages
             below_node = node.parent
             while below_node is not None and below_node.hidden is None:
@@ -495,14 +499,18 @@ class ContextCache:
         shorter = reversed(entry.node.path()[:-1])
         return next((max(here.states) for here in entry.routes.counterparts(shorter) if here.states), 0)
 
-    def _path_us(self, node: RouteNode, goal: int) -> float:
-        """Microseconds per token that reuse saves by going on through a node to the layer `goal`, not stopping before.
+    def _path_us(self, node: RouteNode, goal: Goal | None) -> float:
+        """Microseconds per token that reuse saves by going on to a node, and to its goal, not stopping before.
 
         Before: at the nearest rows below, or behind the nearest layer that has nothing to start from.
         """
-        below = node
+        us, below = 0.0, node
         while below.parent is not None and below.edge_pages is not None:
+            us += self.layer_us(below.depth - 1, below.route)
             below = below.parent
             if below.hidden is not None:
                 break
-        return sum(self.mixer_us[SSM] + self.rest_us[i] for i in range(below.depth, goal))
+        if goal is not None:
+            us += goal.attention * (self._mixer_us[ATTENTION] - self._mixer_us[SSM])
+            us += sum(self.layer_us(i, SSM) for i in range(node.depth, goal.depth))
+        return us

@@ -9,7 +9,7 @@ import torch
 
 from ..config import FlexHybridConfig
 from ..kernels import ATTENTION
-from .profiling import ROUTE_NAMES, BranchLoad, BranchProfile, profile_key, profile_path
+from .profiling import FFN, PART_NAMES, BranchLoad, BranchProfile
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,17 @@ class DeviceSpeed:
 
     @classmethod
     def measure(cls, device: torch.device | str, dtype: torch.dtype) -> "DeviceSpeed":
-        """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU."""
-        a = torch.randn(512, 512, device=device, dtype=dtype)
-        source = torch.zeros(1 << 24, dtype=torch.uint8, device=device)
+        """A matrix product and a copy on the device, best of a few: a tenth of a second on a CPU.
+
+        On a GPU they are large enough to hide a launch, and to be beyond its cache.
+        """
+        size, num_bytes = (4096, 1 << 27) if torch.device(device).type == "cuda" else (512, 1 << 24)
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         product_us = _best_us(lambda: a @ a, a.device)
         copy_us = _best_us(lambda: target.copy_(source), a.device)
-        return cls(flops_per_us=2 * 512**3 / product_us, bytes_per_us=2 * source.numel() / copy_us)
+        return cls(flops_per_us=2 * size**3 / product_us, bytes_per_us=2 * num_bytes / copy_us)
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,17 @@ class BranchCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts the time of one layer's branch from Table 1: fitted to a profile, or else from the speed of the device.
+    """Predicts the time of a layer's parts from Table 1: fitted to a profile, or else from the speed of the device.
 
-    Without a profile a branch takes the longer of its arithmetic and its memory traffic: its weights once, and per
-    token the KV it reads (attention) or per request the state it reads and writes (SSM).
+    Without a profile a part takes the longer of its arithmetic and its memory traffic: its weights once, and per token
+    the KV it reads (attention) or per request the state it reads and writes (SSM). A profile has all parts that the
+    model has, so that what is compared was measured in the same way.
     """
 
     config: FlexHybridConfig
     dtype: torch.dtype
     speed: DeviceSpeed
     profile: BranchProfile | None = None
-
-    @classmethod
-    def of(cls, config: FlexHybridConfig, dtype: torch.dtype, device: torch.device) -> "CostModel":
-        """With the profile that `flexops profile` has stored for such a model on this device, if there is one."""
-        key = profile_key(config, dtype, device)
-        profile = BranchProfile.load(profile_path(key), key)
-        return cls(config, dtype, DeviceSpeed.measure(device, dtype), profile)
 
     def predict_us(self, route: int, tokens: int, context: int) -> float:
         """Microseconds of one layer's branch for `tokens` new tokens of a request behind `context` cached ones.
@@ -99,17 +97,25 @@ class CostModel:
         """Microseconds of one layer's branch for a batch; 0 for an empty one."""
         if not load.tokens:
             return 0.0
-        if self.profile is not None and ROUTE_NAMES[route] in self.profile.coefficients:
-            return self.profile.predict_us(route, load, self.config)
+        if (measured_us := self._measured_us(route, load)) is not None:
+            return measured_us
         return (self._projections(route, load) + self._core(route, load)).us(self.speed)
 
     def rest_us(self, layer_idx: int, tokens: int) -> float:
         """Microseconds of what a layer does besides its branch: the feed-forward network, where it has one."""
-        if not self.config.has_ffn(layer_idx):
+        if not tokens or not self.config.has_ffn(layer_idx):
             return 0.0
+        if (measured_us := self._measured_us(FFN, BranchLoad.of(prefills=[(tokens, 0)]))) is not None:
+            return measured_us
         weights = 3 * self.config.hidden_size * self.config.intermediate_size
         moved_bytes = (weights + 2 * tokens * self.config.hidden_size) * self.dtype.itemsize
         return Work(2 * weights * tokens, moved_bytes).us(self.speed)
+
+    def _measured_us(self, part: int, load: BranchLoad) -> float | None:
+        """From the profile; None without one, and for a part that no layer of the model has."""
+        if self.profile is None or PART_NAMES[part] not in self.profile.coefficients:
+            return None
+        return self.profile.predict_us(part, load, self.config)
 
     def core_cost(self, route: int, load: BranchLoad) -> BranchCost:
         """The branch without its projections, which stay on the main stream: the part of its time that Table 1 gives

@@ -30,6 +30,7 @@ from .coordination import CostModel, DeviceSpeed
 from .executor import Executor
 from .memory import PageLayout, PagePool
 from .metrics import Metrics, decode_flops
+from .profiling import BranchProfile, find_profile, profile_key
 from .request import Request, RequestOutput, SamplingParams, Status
 from .sampler import SampledTokens, Sampler
 from .scheduler import Scheduler, SliceBudget
@@ -52,7 +53,8 @@ class Engine:
         """Pack the weights and take the page pool. tokenizer: needed for `stop_strings` alone.
 
         Warns where the linear algebra of this machine lets a row depend on its neighbours: then tokens may depend on
-        the batch. Raises ValueError where the pool would not hold one request of a single token.
+        the batch. Raises ValueError where the pool would not hold one request of a single token, and for a
+        `profile` that cannot be read or is not of this model on this device.
         """
         self.config = config or EngineConfig()
         self.model_config = model.config
@@ -75,10 +77,12 @@ class Engine:
             )
         # a scan cut anywhere gives the same bits on a CPU; on a GPU where a chunk ends
         grid = 1 if device.type == "cpu" else model.config.mamba_chunk_size
-        self.cache = _make_cache(self.config, self.pool, model.config, dtype)
+        key = profile_key(model.config, dtype, device)
+        self.profile = find_profile(key, model.config.name_or_path, self.config.profile)
+        self.cache = _make_cache(self.config, self.pool, model.config, dtype, self.profile)
         self.scheduler = Scheduler(self.config, self.tables, num_layers, self.cache, grid)
         keep_gates = self.cache is not None and self.config.reuse_generated
-        coordinator = make_coordinator(self.config.coordination, model.config, dtype, device)
+        coordinator = make_coordinator(self.config.coordination, model.config, dtype, device, self.profile)
         self.executor = Executor(packed, self.pool, self.tables, keep_gates, coordinator)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
@@ -473,9 +477,16 @@ def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def _make_cache(
-    config: EngineConfig, pool: PagePool, model_config: FlexHybridConfig, dtype: torch.dtype
+    config: EngineConfig,
+    pool: PagePool,
+    model_config: FlexHybridConfig,
+    dtype: torch.dtype,
+    profile: BranchProfile | None,
 ) -> ContextCache | None:
-    """The context cache, or None where it is off. Raises ValueError where it would be larger than the pool."""
+    """The context cache, or None where it is off. Raises ValueError where it would be larger than the pool.
+
+    profile: tells what reuse saves; without one that is estimated.
+    """
     if config.context_cache is None:
         return None
     page_bytes = pool.layout.page_bytes
@@ -491,7 +502,7 @@ def _make_cache(
             "the context cache can never hit",
             stacklevel=3,
         )
-    cost_model = CostModel(model_config, dtype, DeviceSpeed.nominal())
+    cost_model = CostModel(model_config, dtype, DeviceSpeed.nominal(), profile)
     choices = config.context_cache, config.cache_entries, config.cache_eviction
     return ContextCache(pool, cost_model, *choices, capacity, config.check_integrity)
 

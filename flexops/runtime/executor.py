@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels import ATTENTION, SSM, dispatch
 from ..kernels.cpu_replay import Recording, record
 from ..models.packed import PackedLayer, PackedModel
-from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch
+from .batch import BranchRows, PrefillSlice, RouteSplit, StepBatch, on_device
 from .branches import BranchCoordinator
 from .memory import PagePool
 from .prefix_reuse import Move, PrefixReuse
@@ -112,7 +112,7 @@ class Executor:
         """
         ops, model = self.ops, self.model
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.device)
+        ids = on_device(token_ids, np.int64, self.device)
         keep_z = any(r.gate_rows for r in decodes)  # gate rows of generated tokens go with those of their prompt
         if any(plan):
             step = StepBatch(self.tables, slots, self.device)
@@ -128,7 +128,7 @@ class Executor:
             owners.extend([s.request] * (where.stop - where.start - skipped))
         if rows is None or not wanted:
             return model.embedding.new_empty(0, model.head.out_features), []
-        index = torch.tensor(wanted, dtype=torch.int32, device=self.device)
+        index = on_device(wanted, np.int32, self.device)
         hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
 
@@ -243,7 +243,7 @@ class Executor:
             kind = StageKind.FULL if move.resume == move.start else StageKind.REFILL
             progress.read[layer_idx, kind] = reuse.state_pages(layer_idx, move.resume)
         progress.reused_layers += move.resume > 0
-        reuse.capture_hidden(layer_idx, move.start)
+        reuse.capture_hidden(layer_idx, move.start, request.routes)
         if route == SSM:
             reuse.capture_states(layer_idx, move.resume)
         if move.resume == old_start:
@@ -415,8 +415,8 @@ class Executor:
             self.gate_table = F.pad(self.gate_table, (0, 0, 0, 0, 0, max(max(numbers) + 1, 2 * capacity) - capacity))
         layers = [layer_idx for layer_idx, _ in decode_z]
         stacked = torch.stack([z for _, z in decode_z], dim=1)
-        where = torch.from_numpy(slots)[:, None], torch.tensor(numbers)[:, None], torch.tensor(layers)[None]
-        self.gate_table[tuple(index.to(self.device) for index in where)] = stacked
+        rows, columns, at = (on_device(index, np.int64, self.device) for index in (slots, numbers, layers))
+        self.gate_table[rows[:, None], columns[:, None], at[None]] = stacked
 
     def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
         """The prefills' rows back to their requests' buffers. Returns the decodes' rows."""

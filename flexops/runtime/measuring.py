@@ -1,4 +1,4 @@
-"""Taking the profile of a model's branches: packed layers over a real page pool, as the executor runs them (§5.2).
+"""Taking the profile of a model's layers: packed layers over a real page pool, as the executor runs them (§5.2).
 
 The same code runs on a GPU and on a CPU. Batches are drawn over requests, prompt lengths and cached tokens; runs are
 interleaved, each batch once per round in an order of its own, so that a slow moment of the machine meets all of them
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import ATTENTION, SSM, dispatch
-from ..models.packed import AttentionBatch, PackedAttention, PackedMamba2, PackedModel, SSMBatch
+from ..models.packed import AttentionBatch, PackedAttention, PackedLayer, PackedMamba2, PackedModel, SSMBatch
 from .memory import PageLayout, PagePool
-from .profiling import BranchLoad, BranchProfile, Sample, fit, profile_key
+from .profiling import FFN, BranchLoad, BranchProfile, Sample, fit, profile_key
 
 
 def draw_loads(
@@ -45,7 +45,7 @@ def draw_loads(
 
 
 class BranchRunner:
-    """One model's branches over a page pool of its own, to be run on any load.
+    """One model's branches, and what follows them, over a page pool of its own, to be run on any load.
 
     The layers take turns, so that weights come from where they come from when all layers run.
     """
@@ -69,16 +69,32 @@ class BranchRunner:
             self.pool.kv_cache[page].normal_()
         attention = [layer.attention for layer in model.layers if layer.attention is not None]
         ssm = [layer.ssm for layer in model.layers if layer.ssm is not None]
-        self._attention, self._ssm = cycle(attention), cycle(ssm)
-        self.routes = [route for route, found in ((ATTENTION, attention), (SSM, ssm)) if found]
+        ffn = [layer for layer in model.layers if layer.ffn is not None]
+        self._attention, self._ssm, self._ffn = cycle(attention), cycle(ssm), cycle(ffn)
+        self.parts = [part for part, found in ((ATTENTION, attention), (SSM, ssm), (FFN, ffn)) if found]
 
-    def prepare(self, route: int, load: BranchLoad) -> Callable[[], Tensor]:
-        """A call that runs the load in the next layer that has the branch; its tensors are made here."""
+    def prepare(self, part: int, load: BranchLoad) -> Callable[[], Tensor]:
+        """A call that runs the load in the next layer that has the part; its tensors are made here.
+
+        FFN is what a layer does behind its branches: the merge with the norm, and the feed-forward network.
+        """
         generator = torch.Generator(self.device).manual_seed(load.tokens)
         hidden = torch.randn(
             load.tokens, self.model.config.hidden_size, generator=generator, device=self.device, dtype=self.dtype
         )
-        if route == ATTENTION:
+        if part == FFN:
+            split = load.tokens // 2
+            nothing = torch.zeros_like(hidden)  # to be added, so that rows do not grow with every run
+            order = torch.arange(load.tokens, dtype=torch.int32, device=self.device)
+
+            def run_ffn() -> Tensor:
+                layer: PackedLayer = next(self._ffn)
+                assert layer.ffn is not None and layer.ffn_norm is not None, "picked for having them"
+                branches, norm = (nothing[:split], nothing[split:]), layer.ffn_norm
+                return layer.ffn(self.ops.merge_norm(hidden, *branches, order, norm, self.model.eps), self.ops)
+
+            return run_ffn
+        if part == ATTENTION:
             attention_batch = self._attention_batch(load)
 
             def run_attention() -> Tensor:
@@ -136,10 +152,10 @@ class BranchRunner:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
 
 
-def time_us(run: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of one call: on a GPU between two events of its stream, on a CPU by the clock.
+def time_us(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Microseconds of one call, and by the clock on the wall; on a GPU both are between two events of its stream.
 
-    Where torch has one thread, by that thread's own time, which other programs on its core do not lengthen.
+    The first is, where torch has one thread, that thread's own time, which other programs on its core do not lengthen.
     """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -147,11 +163,12 @@ def time_us(run: Callable[[], object], device: torch.device) -> float:
         run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    begin = clock()
+        us = start.elapsed_time(end) * 1e3
+        return us, us
+    wall, own = time.perf_counter(), time.thread_time()
     run()
-    return (clock() - begin) * 1e6
+    own, wall = (time.thread_time() - own) * 1e6, (time.perf_counter() - wall) * 1e6
+    return (own if torch.get_num_threads() == 1 else wall), wall
 
 
 def measure(
@@ -161,15 +178,15 @@ def measure(
     budget_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Sample]:
-    """Time each branch of the model on each load.
+    """Time each part of the model's layers on each load.
 
     rounds: runs of each batch, in interleaved rounds; after the third, no more than budget_s seconds.
     progress: told (rounds done, rounds in all) after each.
     """
     runner = BranchRunner(model, loads)
-    cases = [(route, load) for route in runner.routes for load in loads]
-    calls = [runner.prepare(route, load) for route, load in cases]
-    times: list[list[float]] = [[] for _ in cases]
+    cases = [(part, load) for part in runner.parts for load in loads]
+    calls = [runner.prepare(part, load) for part, load in cases]
+    times: list[list[tuple[float, float]]] = [[] for _ in cases]
     order = np.arange(len(cases))
     rng = np.random.default_rng(0)
     begin = time.perf_counter()
@@ -183,10 +200,11 @@ def measure(
             for i in order:
                 times[i].append(time_us(calls[i], runner.device))
             progress(done + 1, rounds)
-    return [
-        Sample(route, load, statistics.median(runs), _spread(runs))
-        for (route, load), runs in zip(cases, times, strict=True)
-    ]
+    samples = []
+    for (part, load), runs in zip(cases, times, strict=True):
+        own, wall = ([run[i] for run in runs] for i in range(2))
+        samples.append(Sample(part, load, statistics.median(own), _spread(own), statistics.median(wall), _spread(wall)))
+    return samples
 
 
 def _spread(runs: list[float]) -> float:
@@ -205,7 +223,7 @@ def profile_model(
     budget_s: float = 60.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> BranchProfile:
-    """Measure a model's branches on its device and fit their cost model (§5.2).
+    """Measure the parts of a model's layers on its device and fit their cost model (§5.2).
 
     max_context: tokens that a request may have cached.  batches: drawn by `draw_loads`, with max_requests and
     max_tokens.  rounds, budget_s, progress: as in `measure`.

@@ -75,7 +75,7 @@ class SMPartitions:
         return granted, int(stream)
 
     def close(self) -> None:
-        """Destroy streams and contexts; also done when the object goes. Closing twice does nothing."""
+        """Wait for the streams' work, destroy them and the contexts; also done when the object goes. Twice is once."""
         self._finalizer()
 
 
@@ -101,7 +101,12 @@ def _call(driver: ModuleType, name: str, *arguments: Any) -> Any:
 
 
 def _close(driver: ModuleType, streams: list[Any], contexts: list[Any]) -> None:
-    """Streams first, then the contexts that they live in."""
+    """Streams first, once they have nothing to do, then the contexts that they live in.
+
+    No error is raised: where the process ends, the driver may be gone before.
+    """
+    for stream in streams:
+        driver.cuStreamSynchronize(stream)
     while streams:
         driver.cuStreamDestroy(streams.pop())
     while contexts:

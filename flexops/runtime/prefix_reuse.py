@@ -219,8 +219,10 @@ class PrefixReuse:
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def capture_hidden(self, layer_idx: int, start: int) -> None:
+    def capture_hidden(self, layer_idx: int, start: int, routes: Sequence[int]) -> None:
         """Take pages for the rows that enter a layer from `start` on, where the cache lacks them and has room.
+
+        routes: those that the request has taken, of the layers below at least.
 
         Without them, whoever takes another route from here on has to compute the prefix from the first layer. Where
         this request does, that has happened; elsewhere it is as likely as layouts were seen to part at this layer.
@@ -237,8 +239,8 @@ class PrefixReuse:
         node = self._before(layer_idx)[-1] if self.length else None
         if first < self.length and node is not None and set(node.children) - {levels[layer_idx].route}:
             end, share = self.length, 1.0
-        below = sum(self.cache.mixer_us[SSM] + rest for rest in self.cache.rest_us[:layer_idx])
-        saved_us = share * (end - first) * below
+        below_us = sum(self.cache.layer_us(i, route) for i, route in enumerate(routes[:layer_idx]))
+        saved_us = share * (end - first) * below_us
         pages = self.cache.acquire(Kind.HIDDEN, layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
         if pages is not None:
             self.captures.hidden[layer_idx] = (first, end, pages)
@@ -249,13 +251,13 @@ class PrefixReuse:
             return
         have = self._levels[layer_idx].states if self._levels else set()
         captured = self.captures.states.setdefault(layer_idx, {})
-        per_token = self.cache.mixer_us[SSM] + self.cache.rest_us[layer_idx]
         known = sorted({0, *have})
         for position in self.checkpoints():
             if position <= resume or position in have:
                 continue
             since = position - max(p for p in known if p < position)
-            pages = self.cache.acquire(Kind.STATE, layer_idx, self.cache.pool.layout.entry_pages, since * per_token)
+            saved_us = since * self.cache.layer_us(layer_idx, SSM)
+            pages = self.cache.acquire(Kind.STATE, layer_idx, self.cache.pool.layout.entry_pages, saved_us)
             if pages is not None:
                 captured[position] = pages
                 known.append(position)

@@ -40,8 +40,12 @@ def test_what_changes_as_contexts_grow_and_between_layouts():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads(done.stdout.splitlines()[-1])["data"]
+    assert data["within_powers_of_two"] == {}, "pages are crossed, and no launch changes"
     # from 256 to 257 keys a request gets a second split: more programs, and a launch that sums the splits
     assert set(data["within"]) <= {"decode", "decode_branches", "combine"}
     assert data["within"]["combine"] == ["number"] and "grid" in data["within"]["decode_branches"]
     assert "rows" in data["between"]["linear 64 -> 164"], "the SSM's in-projection has as many rows as requests took it"
+    forms = {row["decode steps"]: row for row in data["host"]}
+    assert all(row["waits of the host"] == 1 for row in forms.values()), "for the tokens alone"
+    assert forms["with the context cache"]["launches"] > 0 < forms["without the context cache"]["copies from the host"]
     assert {"silu_mul", "split_norm", "linear 64 -> 256"} <= set(data["unchanged"])

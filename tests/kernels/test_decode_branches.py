@@ -58,6 +58,9 @@ VARIED = {
     "state": {"d_state": 80, "heads": 2},
     "pages": {"page_tokens": 12, "channels_per_page": 7, "heads_per_page": 1},
     "no weights": {"conv_bias": False, "D": False, "dt_bias": False},
+    "odd counts": {"contexts": (2, 31, 8, 1, 65), "positions": range(7), "heads": 3, "groups": 1},
+    "one of attention beside many": {"contexts": (300,), "positions": range(11)},
+    "one of the SSM beside many": {"contexts": range(1, 12), "positions": (4,)},
     "padding": {"live": [True, False, True], "initial": [False, True, True]},
     "in place": {"in_place": True},
     "width": {"width": 2},
@@ -82,7 +85,36 @@ def test_any_order_of_programs(monkeypatch):
     assert_same_bits(args)
 
 
-@pytest.mark.parametrize(("contexts", "positions"), [((), (1, 2)), ((4, 5), ()), ((), ())])
+@pytest.mark.parametrize("contexts", [(5, 40, 1), (5, 300, 1)], ids=["one split", "splits"])
+@pytest.mark.parametrize("padded", [[1], [0, 2], [0, 1, 2]], ids=str)
+def test_padding_of_attention(contexts, padded):
+    """Requests without a token and without pages change nothing of the others; their own rows are undefined."""
+    args = arguments(contexts=contexts)
+    expected = fused.decode_branches(*[copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
+    args[2][padded], args[3][padded] = -1, 0
+    theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
+    got = fused.decode_branches(*args)
+    live = [i for i in range(3) if i not in padded]
+    for other in (expected, theirs):
+        assert torch.equal(bits(got[0][live]), bits(other[0][live]))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[1:], other[1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_alone_writes_nothing(dtype):
+    """Both sides full of padding, as in a launch whose batch has been filled up."""
+    args = arguments(contexts=(9, 4), positions=(3, 2), live=[False, False], dtype=dtype)
+    args[2][:], args[3][:] = -1, 0
+    before = [bits(args[i]).clone() for i in MUTATED]
+    theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
+    for got, expected in zip(fused.decode_branches(*args)[1:], theirs[1:], strict=True):
+        assert torch.equal(bits(got), bits(expected))
+    assert all(torch.equal(bits(args[i]), old) for i, old in zip(MUTATED, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "positions"), [((), (1, 2)), ((4, 5), ()), ((), ()), ((), (0,)), ((1,), ()), ((4, 300, 5), ())]
+)
 def test_a_branch_without_requests(contexts, positions):
     args = arguments(contexts=contexts, positions=positions)
     out, y, sums = fused.decode_branches(*args)

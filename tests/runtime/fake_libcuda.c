@@ -112,6 +112,7 @@ static CUresult stream_create(CUstream *stream, CUgreenCtx context, unsigned fla
 
 static CUresult context_destroy(CUgreenCtx context) { return called("-context", context, 0); }
 static CUresult stream_destroy(CUstream stream) { return called("-stream", stream, 0); }
+static CUresult stream_synchronize(CUstream stream) { return called("cuStreamSynchronize", stream, 0); }
 static CUresult driver_version(int *version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 static CUresult initialise(unsigned flags) { return called("cuInit", NULL, flags); }
 
@@ -127,6 +128,7 @@ static const struct { const char *name; void *function; } TABLE[] = {
     {"cuGreenCtxStreamCreate", stream_create},
     {"cuGreenCtxDestroy", context_destroy},
     {"cuStreamDestroy", stream_destroy},
+    {"cuStreamSynchronize", stream_synchronize},
 };
 
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,

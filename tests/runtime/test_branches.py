@@ -4,6 +4,7 @@ Streams are stand-ins that record what is asked of them: wiring tests. tests/gpu
 """
 
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 
 from flexops import EngineConfig
 from flexops.kernels import cpu
-from flexops.models.packed import PackedModel
+from flexops.kernels.linear import PackedLinear
+from flexops.models.packed import PackedAttention, PackedMamba2, PackedModel
 from flexops.runtime import branches
 from flexops.runtime.branches import BranchCoordinator, fork_join, make_coordinator
 from flexops.runtime.coordination import BranchPlan, CostModel, DeviceSpeed, feasible_splits
 from flexops.runtime.measuring import BranchRunner
 from flexops.runtime.partition import PartitionUnavailable
-from flexops.runtime.profiling import BranchLoad
+from flexops.runtime.profiling import BranchLoad, BranchProfile
 from tests import tiny
 from tests.runtime.serving import random_requests, serve, small_engine
 
@@ -73,16 +75,66 @@ def test_fork_and_join_by_events(log):
         "a waits for main.1",
         "enter a",
         "first runs",
-        "a records a.1",
         "leave a",
         "b waits for main.1",
         "enter b",
         "second runs",
-        "b records b.1",
         "leave b",
+        "a records a.1",
         "main waits for a.1",
+        "b records b.1",
         "main waits for b.1",
     ]
+
+
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_the_join_is_made_where_a_branch_raises(log, failing):
+    """Its memory goes back to the main stream, which must not write it while a side stream still reads."""
+
+    def branch(name: str):
+        def run() -> torch.Tensor:
+            log.append(f"{name} runs")
+            if name == failing:
+                raise RuntimeError(name)
+            return torch.tensor(0)
+
+        return run
+
+    with pytest.raises(RuntimeError, match=failing):
+        fork_join((FakeStream("a", log), FakeStream("b", log)), branch("first"), branch("second"))
+    joined = [entry for entry in log if entry.startswith("main waits")]
+    assert joined == ["main waits for a.1", "main waits for b.1"][: 1 + (failing == "second")]
+    assert log[-1] == joined[-1]
+
+
+def test_products_stay_on_the_main_stream_and_what_the_branches_read_lives_until_the_join(model, log, monkeypatch):
+    where, read, alive = [], [], []
+    product, append, project = PackedLinear.__call__, PackedAttention.append, PackedMamba2.project
+
+    def noted(method, results):
+        def call(self, *args):
+            out = method(self, *args)
+            results.extend(weakref.ref(t) for t in (out if isinstance(out, tuple) else (out,)))
+            return out
+
+        return call
+
+    def multiply(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        sides = [entry.split()[0] for entry in log if entry.startswith(("enter", "leave"))]
+        where.append(sides[-1] if sides else "before")
+        return product(self, x)
+
+    def wait_event(self: FakeStream, event: str) -> None:
+        if self.name == "main":
+            alive.append([tensor() is not None for tensor in read])
+
+    monkeypatch.setattr(PackedLinear, "__call__", multiply)
+    monkeypatch.setattr(PackedAttention, "append", noted(append, read))
+    monkeypatch.setattr(PackedMamba2, "project", noted(project, read))
+    monkeypatch.setattr(FakeStream, "wait_event", wait_event)
+    run_both(model, LOADS["both"], coordinator(model, log, False, feasible_splits(132)))
+    assert where == ["before", "before", "leave", "leave"], "two products before the fork, two after the join"
+    assert alive == [[True] * 4, [True] * 4], "q, z, xBC and dt, at either join"
 
 
 LOADS = {
@@ -193,13 +245,12 @@ def cuda(monkeypatch, log):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream(str(handle), log))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(branches, "SMPartitions", lambda index: partitions)
-    speed = DeviceSpeed(1.0, 1.0)
-    monkeypatch.setattr(branches.CostModel, "of", lambda *args: CostModel(args[0], args[1], speed))
+    monkeypatch.setattr(branches.DeviceSpeed, "measure", lambda *_: DeviceSpeed(1.0, 1.0))
     return partitions
 
 
-def make(coordination: bool | str, device: torch.device = CUDA) -> BranchCoordinator | None:
-    return make_coordinator(coordination, tiny.make_model().config, torch.float32, device)
+def make(coordination: bool | str, device: torch.device = CUDA, **profile: object) -> BranchCoordinator | None:
+    return make_coordinator(coordination, tiny.make_model().config, torch.float32, device, **profile)
 
 
 def test_partitions_where_the_driver_grants_them(cuda, caplog):
@@ -207,6 +258,11 @@ def test_partitions_where_the_driver_grants_them(cuda, caplog):
     assert made.fused and made.splits == [(16, 112), (64, 64)] and made.partitions is cuda
     assert [[stream.name for stream in pair] for pair in made.streams] == [["11", "12"], ["21", "22"]]
     assert made.num_sms == 132 and made.fork_join_us > 0 and caplog.text == ""
+
+
+def test_the_profile_predicts_what_is_coordinated(cuda):
+    profile = BranchProfile({}, {}, {})
+    assert make(True, profile=profile).cost.profile is profile and make(True).cost.profile is None
 
 
 def test_plain_streams_where_it_does_not(cuda, caplog, monkeypatch):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from flexops import FlexHybridModel
 from flexops.kernels import ATTENTION, SSM
 from flexops.runtime.context_cache import Captures, ContextCache, ContextNode, Entry, Kind, common_prefix
-from tests.runtime.serving import small_engine
+from flexops.runtime.profiling import FFN, PART_NAMES, BranchLoad, BranchProfile, profile_key, terms
+from tests.runtime.serving import random_requests, serve, small_engine
 from tests.tiny import make_model
 
 LAYERS, PAGE, GATE_DIM = 3, 16, 16  # PAGE: tokens of a page of KV, and of layer inputs
@@ -349,6 +351,75 @@ def test_conventional_evicts_whole_contexts_least_recently_used_first() -> None:
             kinds = [e.kind for here in node.root.subtree() for e in here.entries()]
             assert sorted(kind.value for kind in kinds) == ["kv", "kv", "state"]
         assert_whole(kept)
+
+
+def profile_with(folder: Path, attention_us: float, ssm_us: float, ffn_us: float) -> Path:
+    """A stored profile in which a prefilled token takes so long in each part of a layer."""
+    key = profile_key(model().config, torch.float32, torch.device("cpu"))
+    costs = {ATTENTION: attention_us, SSM: ssm_us, FFN: ffn_us}
+    no_load = BranchLoad.of(prefills=[(1, 0)])
+    # a constant for a batch, and R counts by batches of 256 tokens
+    rest = {part: [0.0] * (len(terms(part, no_load, model().config)) - 1) for part in costs}
+    BranchProfile(key, {PART_NAMES[p]: [256 * us, *rest[p]] for p, us in costs.items()}, {}).save(folder / "p.json")
+    return folder / "p.json"
+
+
+@pytest.mark.parametrize(("attention_us", "ssm_us"), [(50.0, 1.0), (1.0, 50.0), (3.0, 2.0)])
+def test_what_reuse_saves_is_what_the_profile_says(tmp_path: Path, attention_us: float, ssm_us: float) -> None:
+    """Eq. 5 by hand: the rows that enter layer 2 save both layers below, those that enter layer 1 the first."""
+    kept = small_cache(profile=profile_with(tmp_path, attention_us, ssm_us, ffn_us=4.0))
+    for route, us in ((ATTENTION, attention_us), (SSM, ssm_us)):
+        node = store(kept, tokens_of([route] * 32), routes=(route, ATTENTION, SSM), hidden=[1, 2])
+        first = node.root.children[route]
+        for here, saved_us, depth in ((first, us + 4, 0.75), (first.children[ATTENTION], attention_us + 4, 0.5)):
+            entry, num_bytes = here.hidden, 2 * kept.pool.layout.page_bytes
+            assert entry is not None
+            expected = entry.use.hits * 32 * saved_us * depth / num_bytes
+            assert kept._priority(entry) == pytest.approx(expected, rel=1e-4)
+        whole = first.children[ATTENTION].children[SSM].states[32]
+        assert first.children[ATTENTION].goal is not None
+        pages = len(whole.pages)  # the rows below it are there: the state alone takes room, and saves its layer
+        expected = whole.use.hits * 32 * (ssm_us + 4) * 0.5 / (pages * kept.pool.layout.page_bytes)
+        assert kept._priority(whole) == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_profile_changes_what_is_evicted(tmp_path: Path) -> None:
+    """A context of KV and one of states, equally hot: the one cheaper to compute again, per byte, goes first."""
+    first_gone = {}
+    for attention_us, ssm_us in ((100.0, 1.0), (1.0, 100.0)):
+        kept = small_cache(profile=profile_with(tmp_path, attention_us, ssm_us, ffn_us=1.0))
+        for route in (ATTENTION, SSM):
+            store(kept, tokens_of([route] * 64), routes=[route] * LAYERS)
+        assert kept._evict_one()
+        (first_gone[attention_us],) = kept.stats.evictions
+        assert_whole(kept)
+    assert first_gone == {100.0: "state", 1.0: "kv"}
+
+
+def test_tokens_do_not_depend_on_the_profile(tmp_path: Path) -> None:
+    asked = random_requests(model(), 20, seed=11)
+    expected = serve(small_engine(model(), context_cache=None), asked)
+    for costs in ((100.0, 1.0, 1.0), (0.0, 0.0, 0.0), (1.0, 100.0, 0.0)):
+        profile = profile_with(tmp_path, *costs)
+        engine = small_engine(model(), profile=profile, cache_bytes=60 * 2048, reuse_generated=False)
+        assert engine.profile is not None
+        for ours, theirs in zip(serve(engine, asked), expected, strict=True):
+            assert ours.same_bits(theirs)
+
+
+def test_a_profile_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = profile_with(tmp_path, 5.0, 7.0, 1.0)
+    other = make_model(num_hidden_layers=LAYERS, intermediate_size=64)
+    with pytest.raises(ValueError, match="does not fit: its intermediate_size is 48, here 64"):
+        small_engine(other, profile=path)
+    path.rename(tmp_path / "flexops-profile-0.json")
+    other.config.name_or_path = str(tmp_path)
+    estimated, engine = small_engine(make_model(num_hidden_layers=LAYERS, intermediate_size=64)), small_engine(other)
+    assert engine.profile is None and engine.cache is not None and estimated.cache is not None
+    assert engine.cache.layer_us(0, SSM) == estimated.cache.layer_us(0, SSM)
+    (record,) = caplog.records
+    assert "costs are estimated, not measured" in record.getMessage()
+    assert "its intermediate_size is 48, here 64" in record.getMessage()
 
 
 def test_hotter_entries_survive() -> None:

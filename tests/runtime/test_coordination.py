@@ -16,7 +16,7 @@ from flexops.runtime.coordination import (
     target_share,
     time_on_share,
 )
-from flexops.runtime.profiling import BranchLoad, BranchProfile, profile_key, profile_path, terms
+from flexops.runtime.profiling import PART_NAMES, BranchLoad, BranchProfile, terms
 
 CONFIG = FlexHybridConfig(
     hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64, mamba_n_heads=16, mamba_d_state=128
@@ -76,26 +76,26 @@ def test_a_batch_costs_what_its_parts_do_but_reads_weights_once():
 
 
 def test_a_profile_takes_the_place_of_the_analytic_model():
-    sizes = {route: len(terms(route, BranchLoad.of([1]), CONFIG)) for route in (ATTENTION, SSM)}
+    sizes = {part: len(terms(part, BranchLoad.of([1]), CONFIG)) for part in PART_NAMES}
     profile = BranchProfile({}, {"attention": [3.0] + [0.0] * (sizes[ATTENTION] - 1)}, {})
     cost = CostModel(CONFIG, torch.float32, COMPUTE_BOUND.speed, profile)
     assert cost.predict_us(ATTENTION, 1, 500) == cost.predict_us(ATTENTION, 64, 0) == 3.0
     assert cost.predict_us(ATTENTION, 0, 500) == 0.0
     assert cost.predict_us(SSM, 64, 0) == COMPUTE_BOUND.predict_us(SSM, 64, 0), "the profile has no SSM branch"
-    profile = BranchProfile({}, {"ssm": [0.0, 7.0, 5.0] + [0.0] * (sizes[SSM] - 3)}, {})
+    profile = BranchProfile({}, {"ssm": [0.0] * 8 + [7.0, 5.0] + [0.0] * (sizes[SSM] - 10)}, {})
     cost = CostModel(CONFIG, torch.float32, COMPUTE_BOUND.speed, profile)
     assert (cost.predict_us(SSM, 1, 500), cost.predict_us(SSM, 2, 500)) == (7.0, 5.0), "one token is a decode"
 
 
-def test_a_stored_profile_is_found(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    device = torch.device("cpu")
-    assert CostModel.of(CONFIG, torch.float32, device).profile is None
-    key = profile_key(CONFIG, torch.float32, device)
-    profile = BranchProfile(key, {"attention": [1.0]}, {})
-    profile.save(profile_path(key))
-    assert CostModel.of(CONFIG, torch.float32, device).profile == profile
-    assert CostModel.of(CONFIG, torch.bfloat16, device).profile is None
+def test_the_rest_of_a_layer_comes_from_the_same_profile():
+    weights = 3 * 512 * 1536
+    assert COMPUTE_BOUND.rest_us(0, 10) == 2 * weights * 10
+    profile = BranchProfile({}, {"ffn": [4.0, 0.0, 1e6 / weights] + [0.0] * 5}, {})
+    cost = CostModel(CONFIG, torch.float32, COMPUTE_BOUND.speed, profile)
+    assert cost.rest_us(0, 1) == pytest.approx(5.0) and cost.rest_us(0, 256) == pytest.approx(6.0)
+    assert cost.rest_us(0, 0) == 0.0
+    without = FlexHybridConfig(layers_without_ffn=[1])
+    assert CostModel(without, torch.float32, COMPUTE_BOUND.speed, profile).rest_us(1, 256) == 0.0
 
 
 def test_the_core_of_a_branch_is_what_its_projections_leave():

@@ -10,7 +10,7 @@ from flexops.kernels import ATTENTION, SSM
 from flexops.models.packed import PackedModel
 from flexops.runtime import measuring
 from flexops.runtime.measuring import BranchRunner, draw_loads, measure, profile_model, time_us
-from flexops.runtime.profiling import BranchLoad, profile_key
+from flexops.runtime.profiling import FFN, PART_NAMES, BranchLoad, profile_key
 from tests import tiny
 
 
@@ -77,6 +77,32 @@ def test_the_ssm_branch_continues_where_there_is_a_prefix(model):
         assert call().shape == (12, model.config.hidden_size) and call().isfinite().all()
 
 
+def test_what_follows_the_branches_leaves_its_rows_as_they_are(model):
+    """However often it runs: rows that grew would end in numbers that take another time."""
+    load = BranchLoad.of(decodes=[7, 3], prefills=[(5, 0)])
+    call = BranchRunner(model, [load]).prepare(FFN, load)
+    with torch.inference_mode():
+        outs = [call() for _ in range(2 * len(model.layers))]
+    hidden = torch.randn(7, model.config.hidden_size, generator=torch.Generator().manual_seed(7))
+    for i, out in enumerate(outs):
+        layer = model.layers[i % len(model.layers)]
+        normed = torch.nn.functional.rms_norm(hidden, hidden.shape[1:], layer.ffn_norm, model.eps)
+        gate, up = layer.ffn.gate_up(normed).chunk(2, dim=-1)
+        torch.testing.assert_close(out, layer.ffn.down(torch.nn.functional.silu(gate) * up), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("routes", "ffn", "parts"), [("attention", 48, [ATTENTION, FFN]), ("ssm", 0, [SSM]), ("adaptive", 48, [0, 1, FFN])]
+)
+def test_the_parts_that_a_model_has(routes, ffn, parts):
+    made = tiny.make_model(layer_routes=[routes] * 3, intermediate_size=ffn)
+    with torch.no_grad():
+        runner = BranchRunner(PackedModel(made, 512), [BranchLoad.of([3])])
+    assert runner.parts == parts
+    key = profile_key(made.config, torch.float32, torch.device("cpu"))
+    assert key["parts"] == [PART_NAMES[part] for part in parts]
+
+
 def test_layers_take_turns(model, monkeypatch):
     ran = []
     for i, layer in enumerate(model.layers):
@@ -90,14 +116,15 @@ def test_layers_take_turns(model, monkeypatch):
 def test_every_round_times_every_batch_once_in_an_order_of_its_own(model, monkeypatch):
     loads = draw_loads(4, 2, 8, 20, np.random.default_rng(0))
     clock = iter(range(10**6))
-    monkeypatch.setattr(measuring, "time_us", lambda run, device: float(next(clock)))
+    monkeypatch.setattr(measuring, "time_us", lambda run, device: (float(next(clock)), 7.0))
     rounds = []
     samples = measure(model, loads, 5, 1e9, lambda *done: rounds.append(done))
     assert rounds == [(n, 5) for n in range(1, 6)]
-    assert [s.route for s in samples] == [ATTENTION] * 4 + [SSM] * 4
-    assert all(16 <= s.us < 24 for s in samples), "the median of five runs is of the third round"
-    assert len({s.us - 16 for s in samples}) == 8, "each has its own place in the round"
+    assert [s.part for s in samples] == [ATTENTION] * 4 + [SSM] * 4 + [FFN] * 4
+    assert all(24 <= s.us < 36 for s in samples), "the median of five runs is of the third round"
+    assert len({s.us for s in samples}) == 12, "each has its own place in the round"
     assert [s.us for s in samples] != sorted(s.us for s in samples)
+    assert all((s.wall_us, s.wall_spread) == (7.0, 0.0) and s.spread > 0 for s in samples)
 
 
 def test_time_that_others_take_does_not_count_where_there_is_one_thread():
@@ -107,9 +134,11 @@ def test_time_that_others_take_does_not_count_where_there_is_one_thread():
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert time_us(waits, cpu) < 20_000
+        own, wall = time_us(waits, cpu)
+        assert own < 20_000 and wall >= 50_000
         torch.set_num_threads(2)
-        assert time_us(waits, cpu) >= 50_000
+        own, wall = time_us(waits, cpu)
+        assert own == wall >= 50_000
     finally:
         torch.set_num_threads(threads)
 
@@ -123,7 +152,7 @@ def test_it_ends_after_three_rounds_when_time_is_up(model):
 def test_profile_of_a_model(model):
     profile = profile_model(model, max_context=64, batches=40, max_requests=4, max_tokens=32, rounds=3)
     assert profile.key == profile_key(model.config, torch.float32, torch.device("cpu"))
-    for route, name in ((ATTENTION, "attention"), (SSM, "ssm")):
+    for part, name in PART_NAMES.items():
         assert profile.held_out[name].count == 10 and profile.held_out[name].spread > 0
-        small, large = (profile.predict_us(route, BranchLoad.of(prefills=[(n, 0)]), model.config) for n in (2, 32))
+        small, large = (profile.predict_us(part, BranchLoad.of(prefills=[(n, 0)]), model.config) for n in (2, 32))
         assert 1 < small < large < 1e6

@@ -122,7 +122,8 @@ def test_seven_splits_of_128_of_132_sms(wiring):
     one = ["cuDevResourceGenerateDesc", "cuGreenCtxCreate", "+context", "cuGreenCtxGetDevResource"]
     assert names[4:10] == [*one, "cuGreenCtxStreamCreate", "+stream"]
     assert names[4:88] == names[4:10] * 14
-    assert names[88:] == ["-stream"] * 14 + ["-context"] * 14, "streams go before the contexts that they live in"
+    assert names[88:102] == ["cuStreamSynchronize"] * 14, "nothing is destroyed while it works"
+    assert names[102:] == ["-stream"] * 14 + ["-context"] * 14, "streams go before the contexts that they live in"
     assert left_open(calls) == []
 
 

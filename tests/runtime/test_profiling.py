@@ -11,7 +11,7 @@ from flexops import FlexHybridConfig
 from flexops.kernels import ATTENTION, SSM
 from flexops.runtime import profiling
 from flexops.runtime.measuring import draw_loads
-from flexops.runtime.profiling import BranchLoad, BranchProfile, HeldOut, Sample, fit, terms
+from flexops.runtime.profiling import FFN, BranchLoad, BranchProfile, HeldOut, Sample, find_profile, fit, terms
 
 CONFIG = FlexHybridConfig(
     hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64, mamba_n_heads=16, mamba_d_state=128
@@ -33,15 +33,19 @@ def test_what_a_load_counts():
 
 def test_terms_of_table_1():
     load = BranchLoad.of(decodes=[9, 99], prefills=[(38, 0)])
-    products = 512 * 64 * 20 / 1e6  # a row of q, k, v and output projections
-    expected = [1, 1, 1, 0, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
-    pairs, heads = 38 * 39 / 2, 8 * 64 / 1e6
-    assert terms(ATTENTION, load, CONFIG) == pytest.approx([*expected, 2, pairs * heads, 38 * heads, 110 * heads])
-    products, state = 512 * (2 * 1024 + 1280 + 16) / 1e6, 1024 * 128 / 1e6
-    expected = [1, 1, 1, 0, *(products * n for n in (2, 6, 24, 8, 0, 0)), 1]
-    assert terms(SSM, load, CONFIG) == pytest.approx([*expected, 38 * state, 2 * state])
-    assert terms(SSM, BranchLoad.of(decodes=[5]), CONFIG)[:4].tolist() == [1, 1, 0, 1]
-    assert terms(SSM, BranchLoad.of(prefills=[(5, 0)]), CONFIG)[:4].tolist() == [1, 0, 1, 0]
+
+    def shared(weights: int) -> list[float]:
+        return [1, 0, *(weights / 1e6 * n for n in (2, 6, 24, 8, 0, 0))]
+
+    pairs, heads, state = 38 * 39 / 2, 8 * 64 / 1e6, 1024 * 128 / 1e6
+    expected = [*shared(512 * 64 * 20), 1, 1, 1, 2, pairs * heads, 38 * heads, 110 * heads]
+    assert terms(ATTENTION, load, CONFIG) == pytest.approx(expected)
+    expected = [*shared(512 * (2 * 1024 + 1280 + 16)), 1, 1, 1, 38 * state, 2 * state]
+    assert terms(SSM, load, CONFIG) == pytest.approx(expected)
+    assert terms(FFN, load, CONFIG) == pytest.approx(shared(3 * 512 * 1536))
+    one, prompt = BranchLoad.of(decodes=[5]), BranchLoad.of(prefills=[(5, 0)])
+    assert [terms(SSM, load, CONFIG)[[1, 8, 9]].tolist() for load in (one, prompt)] == [[1, 1, 0], [0, 0, 1]]
+    assert [terms(FFN, load, CONFIG)[1] for load in (one, prompt)] == [1, 0]
 
 
 def test_non_negative_least_squares_by_hand():
@@ -63,25 +67,25 @@ def test_non_negative_least_squares_meets_its_conditions(seed):
     assert np.abs(gradient[x > 0]).max() < 1e-9 and gradient[x == 0].max() < 1e-9
 
 
-def made_up(route: int, noise: float = 0.0, seed: int = 0) -> tuple[list[Sample], np.ndarray]:
-    """Samples of a branch whose terms cost what they cost, with relative noise, and these costs."""
+def made_up(part: int, noise: float = 0.0, seed: int = 0) -> tuple[list[Sample], np.ndarray]:
+    """Samples of a part whose terms cost what they cost, with relative noise, and these costs."""
     rng = np.random.default_rng(seed)
-    size = len(terms(route, LOADS[0], CONFIG))
-    true = rng.uniform(0.5, 2.0, size) * [30, 10, 12, 9, *[5] * 6, 3, *[40] * (size - 11)]
-    times = [terms(route, load, CONFIG) @ true * np.exp(noise * rng.normal()) for load in LOADS]
-    return [Sample(route, load, float(us), spread=noise) for load, us in zip(LOADS, times, strict=True)], true
+    size = len(terms(part, LOADS[0], CONFIG))
+    true = rng.uniform(0.5, 2.0, size) * [30, 9, *[5] * 6, 10, 12, 3, *[40] * 4][:size]
+    times = [terms(part, load, CONFIG) @ true * np.exp(noise * rng.normal()) for load in LOADS]
+    return [Sample(part, load, float(us), noise, float(us), noise) for load, us in zip(LOADS, times, strict=True)], true
 
 
-@pytest.mark.parametrize("route", [ATTENTION, SSM])
-def test_a_fit_without_noise_is_exact(route):
-    samples, true = made_up(route)
+@pytest.mark.parametrize("part", [ATTENTION, SSM, FFN])
+def test_a_fit_without_noise_is_exact(part):
+    samples, true = made_up(part)
     profile = fit(samples, CONFIG, {"model": 1})
-    name = profiling.ROUTE_NAMES[route]
+    name = profiling.PART_NAMES[part]
     assert list(profile.coefficients) == [name] and min(profile.coefficients[name]) >= 0
     held_out = profile.held_out[name]
     assert held_out.p90 < 1e-6 and held_out.count == 30 and held_out.spread == 0.0
     new = BranchLoad.of(decodes=[7, 300], prefills=[(100, 50)])
-    assert profile.predict_us(route, new, CONFIG) == pytest.approx(terms(route, new, CONFIG) @ true, rel=1e-5)
+    assert profile.predict_us(part, new, CONFIG) == pytest.approx(terms(part, new, CONFIG) @ true, rel=1e-5)
 
 
 def test_errors_are_of_samples_that_the_fit_has_not_seen():
@@ -108,32 +112,108 @@ def test_too_few_samples_are_refused():
         fit(samples[:16], CONFIG, {})
 
 
-def test_stored_and_loaded_for_the_same_model_alone(tmp_path):
-    key = profiling.profile_key(CONFIG, torch.bfloat16, CPU)
-    profile = BranchProfile(key, {"ssm": [1.0, 2.5]}, {"ssm": HeldOut(0.01, 0.02, 0.03, 9)})
+# --- where profiles are kept ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """A user's cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "flexops" / "profiles"
+
+
+def key_of(config: FlexHybridConfig = CONFIG, dtype: torch.dtype = torch.float32) -> dict:
+    return profiling.profile_key(config, dtype, CPU)
+
+
+def a_profile(key: dict, us: float = 1.0) -> BranchProfile:
+    return BranchProfile(key, {"ssm": [us, 2.5]}, {"ssm": HeldOut(0.01, 0.02, 0.03, 9)})
+
+
+OTHER_SHAPES = {
+    "hidden_size": FlexHybridConfig(hidden_size=256, num_attention_heads=4),
+    "intermediate_size": FlexHybridConfig(intermediate_size=512),
+    "num_hidden_layers": FlexHybridConfig(num_hidden_layers=3),
+    "parts": FlexHybridConfig(layer_routes=["attention"] * 12),
+}
+
+
+def test_saved_and_loaded(tmp_path):
     path = tmp_path / "deep" / "profile.json"
-    assert BranchProfile.load(path, key) is None
-    profile.save(path)
-    assert BranchProfile.load(path, key) == profile
-    assert json.loads(path.read_text())["key"]["dtype"] == "bfloat16"
-    for other in (
-        profiling.profile_key(FlexHybridConfig(hidden_size=256, num_attention_heads=4), torch.bfloat16, CPU),
-        profiling.profile_key(CONFIG, torch.float32, CPU),
-        {**key, "device": "another"},
-        {**key, "flexops": "0.0.0"},
-        {**key, "format": 0},
-    ):
-        assert other != key and BranchProfile.load(path, other) is None
+    a_profile(key_of()).save(path)
+    assert BranchProfile.load(path) == a_profile(key_of())
+    assert json.loads(path.read_text())["key"]["dtype"] == "float32"
+    for broken in ("{ cut short", "[]", '{"key": {}}', '{"key": {}, "coefficients": {}, "held_out": {"ssm": {}}}'):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"profile.json' cannot be read .*: take one with `flexops profile`"):
+            BranchProfile.load(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        BranchProfile.load(tmp_path / "nowhere.json")
+
+
+def test_what_a_profile_holds_for():
+    assert key_of()["parts"] == ["attention", "ssm", "ffn"]
+    assert key_of(FlexHybridConfig(intermediate_size=0, layer_routes=["ssm"] * 12))["parts"] == ["ssm"]
+    key = key_of(FlexHybridConfig())
+    others = [(name, key_of(config)) for name, config in OTHER_SHAPES.items()]
+    others += [
+        (name, {**key, name: "another"}) for name in ("dtype", "device", "threads", "format", "flexops", "torch")
+    ]
+    for name, other in others:
+        assert f"its {name} is " in a_profile(key).mismatch(other), name
         assert profiling.profile_path(other) != profiling.profile_path(key)
-    path.write_text("{ cut short")
-    assert BranchProfile.load(path, key) is None
+    assert a_profile(key).mismatch({**key, "device": "B"}) == f"its device is {key['device']!r}, here 'B'"
+    assert a_profile(key).mismatch(dict(key)) == ""
 
 
-def test_profiles_are_kept_in_the_users_cache(monkeypatch, tmp_path):
-    key = profiling.profile_key(CONFIG, torch.float32, CPU)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profiling.profile_path(key).parent == tmp_path / "flexops" / "profiles"
+def test_the_users_cache_folder(monkeypatch, home):
+    assert profiling.profile_path(key_of()).parent == home
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert str(profiling.profile_path(key)).startswith("/home/somebody/.cache/flexops/profiles/")
-    assert profiling.profile_path(key).suffix == ".json"
+    assert str(profiling.profile_path(key_of())).startswith("/home/somebody/.cache/flexops/profiles/flexops-profile-")
+    assert profiling.profile_path(key_of()).suffix == ".json"
+
+
+def test_found_beside_the_model_first_and_else_in_the_users_cache(home, tmp_path, caplog):
+    key, model = key_of(), tmp_path / "model"
+    assert find_profile(key, model) is None and find_profile(key, "") is None
+    model.mkdir()
+    a_profile(key, 1.0).save(profiling.profile_path(key))
+    assert find_profile(key, model) == find_profile(key, "") == find_profile(key, "some/name") == a_profile(key, 1.0)
+    a_profile(key, 2.0).save(profiling.profile_path(key, model))
+    assert find_profile(key, str(model)) == a_profile(key, 2.0)
+    assert find_profile(key, "") == a_profile(key, 1.0)
+    assert caplog.text == ""
+
+
+def test_one_of_several_beside_the_model_fits(home, tmp_path, caplog):
+    keys = [key_of(dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for us, key in enumerate(keys):
+        a_profile(key, us).save(profiling.profile_path(key, tmp_path))
+    assert [find_profile(key, tmp_path) for key in keys] == [a_profile(key, us) for us, key in enumerate(keys)]
+    assert caplog.text == ""
+
+
+def test_what_is_beside_the_model_and_does_not_fit_is_named_once(home, tmp_path, caplog):
+    for config in OTHER_SHAPES.values():
+        a_profile(key_of(config)).save(profiling.profile_path(key_of(config), tmp_path))
+    assert find_profile(key_of(FlexHybridConfig()), tmp_path) is None
+    (record,) = caplog.records
+    assert "costs are estimated, not measured: profile" in record.getMessage() and "here" in record.getMessage()
+    caplog.clear()
+    a_profile(key_of(FlexHybridConfig())).save(profiling.profile_path(key_of(FlexHybridConfig())))
+    assert find_profile(key_of(FlexHybridConfig()), tmp_path) is not None and caplog.text == ""
+    profiling.profile_path(key_of(FlexHybridConfig())).write_text("{ cut short")
+    assert find_profile(key_of(FlexHybridConfig()), "") is None
+    assert len(caplog.records) == 1 and "cannot be read" in caplog.text
+
+
+def test_a_file_that_is_asked_for_must_fit(home, tmp_path):
+    key, path = key_of(), tmp_path / "mine.json"
+    with pytest.raises(ValueError, match=r"mine.json' cannot be read"):
+        find_profile(key, "", path)
+    a_profile(key, 3.0).save(path)
+    a_profile(key, 1.0).save(profiling.profile_path(key))
+    assert find_profile(key, "", str(path)) == a_profile(key, 3.0)
+    with pytest.raises(ValueError, match=r"does not fit: its dtype is 'float32', here 'bfloat16'; take one with"):
+        find_profile(key_of(dtype=torch.bfloat16), "", path)
