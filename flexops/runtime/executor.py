@@ -10,6 +10,7 @@ has nothing for the route, rows of the prefix become active again, and the promp
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +59,9 @@ class _Replay:
 
     recording: Recording
     step: StepBatch
+    index: Tensor
     h: Tensor
-    delta: Tensor | None
+    hidden: Tensor
     decode_z: list[tuple[int, Tensor]]
 
 
@@ -110,55 +112,59 @@ class Executor:
         Returns logits [n, vocab] for every decode, then for the prompt rows that want them (`first_logit_row`), and the
         requests they belong to.
         """
-        ops, model = self.ops, self.model
+        model = self.model
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
         ids = on_device(token_ids, np.int64, self.device)
         keep_z = any(r.gate_rows for r in decodes)  # gate rows of generated tokens go with those of their prompt
+        owners = list(decodes)
         if any(plan):
             step = StepBatch(self.tables, slots, self.device)
             rows, decode_z = self._pass_layers(step, model.embedding.index_select(0, ids), keep_z, plan)
+            wanted = list(range(len(decodes)))
+            for s, where in rows.ranges() if rows is not None else ():
+                skipped = max(0, s.request.first_logit_row - s.start)
+                wanted.extend(range(where.start + skipped, where.stop))
+                owners.extend([s.request] * (where.stop - where.start - skipped))
+            if rows is None or not wanted:
+                return model.embedding.new_empty(0, model.head.out_features), []
+            hidden = self._final_norm(rows, on_device(wanted, np.int32, self.device))
         else:
-            rows, decode_z = self._decode(slots, ids, keep_z)
+            hidden, decode_z = self._decode(slots, ids, keep_z)
         if decode_z:
             self._keep_decode_gates(decodes, slots, decode_z)
-        wanted, owners = list(range(len(decodes))), list(decodes)
-        for s, where in rows.ranges() if rows is not None else ():
-            skipped = max(0, s.request.first_logit_row - s.start)
-            wanted.extend(range(where.start + skipped, where.stop))
-            owners.extend([s.request] * (where.stop - where.start - skipped))
-        if rows is None or not wanted:
-            return model.embedding.new_empty(0, model.head.out_features), []
-        index = on_device(wanted, np.int32, self.device)
-        hidden = ops.split_norm(rows.h, rows.delta, model.norm, model.eps, index)
         return model.head(hidden), owners
 
-    def _decode(self, slots: np.ndarray, ids: Tensor, keep_z: bool) -> tuple[_Rows | None, list[tuple[int, Tensor]]]:
-        """A step of decodes alone, as `_pass_layers`: recorded when it comes a second time, and from then on replayed
-        for as long as the same requests decode on the same pages."""
+    def _final_norm(self, rows: _Rows, index: Tensor) -> Tensor:
+        return self.ops.split_norm(rows.h, rows.delta, self.model.norm, self.model.eps, index)
+
+    def _decode(self, slots: np.ndarray, ids: Tensor, keep_z: bool) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """The hidden rows [n, hidden_size] that leave a step of decodes alone, and the gates' rows as `_pass_layers`.
+
+        Recorded when it comes a second time, and from then on replayed for as long as the same requests decode on the
+        same pages.
+        """
         key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, torch.get_num_threads())
-        again = key in self._replays
+        again = key in self._replays and self._can_replay
         replay = self._replays.pop(key, None)
         if replay is not None and replay.step.advance():
-            self._replays[key] = replay
             torch.index_select(self.model.embedding, 0, ids, out=replay.h)
             replay.recording.replay()
-            return _Rows((), replay.h, replay.delta), replay.decode_z
+            self._replays[key] = replay
+            return replay.hidden, replay.decode_z
         h = self.model.embedding.index_select(0, ids)
+        index = torch.arange(len(slots), dtype=torch.int32, device=self.device)
         step = StepBatch(self.tables, slots, self.device, advances=again)
         nothing: list[tuple[PrefillSlice, ...]] = [()] * self.num_layers
-        if not (again and self._can_replay):
+        with record() if again else nullcontext() as finish:
             rows, decode_z = self._pass_layers(step, h, keep_z, nothing)
-        else:
-            with record() as finish:
-                rows, decode_z = self._pass_layers(step, h, keep_z, nothing)
-            recording = finish()
-            self._can_replay = recording is not None
-            if rows is not None and recording is not None:
-                replay = _Replay(recording, step, h, rows.delta, decode_z)
-        self._replays[key] = replay
+            assert rows is not None, "there are decodes"
+            hidden = self._final_norm(rows, index)
+        recording = None if finish is None else finish()
+        self._can_replay = self._can_replay and (recording is not None or not again)
+        self._replays[key] = None if recording is None else _Replay(recording, step, index, h, hidden, decode_z)
         while len(self._replays) > REPLAYS:
             self._replays.popitem(last=False)
-        return rows, decode_z
+        return hidden, decode_z
 
     def _pass_layers(
         self, step: StepBatch, decode_h: Tensor, keep_z: bool, plan: list[tuple[PrefillSlice, ...]]
