@@ -8,8 +8,8 @@ from tests.kernels.helpers import DEVICE, SANITIZED
 if not SANITIZED:
     pytest.skip("tests of the sanitizer, for `make sanitize`", allow_module_level=True)
 
-import triton  # noqa: E402  after the skip
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 
 @triton.jit
@@ -31,18 +31,18 @@ def count_kernel(out):
 def test_a_store_past_the_end_is_reported():
     out = torch.zeros(100, device=DEVICE)
     # ttsem.sanitize runs as __main__, so the class of its faults cannot be imported
-    with pytest.raises(Exception, match="writes 28 element.* past the end of the tensor passed as `out`"):
+    with pytest.raises(Exception, match=r"writes 28 element.* past the end of the tensor passed as `out`"):
         store_kernel[(2,)](out, BLOCK=64)
 
 
 def test_a_load_past_the_end_is_reported():
     x, out = torch.zeros(100, device=DEVICE), torch.zeros(1, device=DEVICE)
-    with pytest.raises(Exception, match="reads 28 element.* past the end of the tensor passed as `x`"):
+    with pytest.raises(Exception, match=r"reads 28 element.* past the end of the tensor passed as `x`"):
         load_kernel[(1,)](x, out, BLOCK=128)
 
 
 def test_a_race_between_programs_is_reported():
-    with pytest.raises(Exception, match="program instances .* both touch element 0 of `out`"):
+    with pytest.raises(Exception, match=r"program instances .* both touch element 0 of `out`"):
         count_kernel[(2,)](torch.zeros(1, device=DEVICE))
 
 
