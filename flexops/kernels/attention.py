@@ -380,7 +380,7 @@ class DecodeLaunch:
     """How requests of one query are launched: what `_decode_kernel` and the fused decode launch share.
 
     splits: the most that a request may have.  programs: per request and KV head.  constants: of `decode_tile`.
-    num_warps, num_stages: of the launch, the most of each that does not spill registers.
+    num_warps, num_stages: of the launch, so that registers do not spill.
     """
 
     splits: int
@@ -396,7 +396,7 @@ class DecodeLaunch:
         requests = page_table.shape[0]
         tile = max(16, triton.next_power_of_2(shape["GROUP"])) * shape["BLOCK_DIM"]
         exact = q.dtype == torch.float32  # products on plain fp32 units, whose operands lie in registers
-        keys = 64 if not exact and tile <= 8192 else 16 if exact and tile > 8192 else 32
+        keys = 64 >> (exact + (tile > 8192))
         splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * shape["PAGE_TOKENS"], SPLIT_TOKENS)))
         return cls(
             splits=splits,

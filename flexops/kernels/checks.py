@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,10 @@ class _Arguments:
         """Check that x names no place twice, where values are read: of two writes to one place, either may stay."""
         if not self.reads_values or x.numel() < 2:
             return
-        ordered = x.flatten().sort().values
-        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
-        if twice.numel():
+        ordered = np.sort(x.cpu().numpy(), axis=None)
+        named = ordered[ordered.searchsorted(0) :]
+        twice = named[1:][named[1:] == named[:-1]]
+        if twice.size:
             raise ValueError(f"{name}: holds {int(twice[0])} twice; allowed: each once, but for -1")
 
     def cu_seqlens(self, cu_seqlens: Tensor, allow_empty: bool = True) -> None:
