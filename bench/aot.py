@@ -72,14 +72,14 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def jobs(quick: bool) -> Iterable[tuple[Spec, int]]:
     """What to compile for which target."""
-    for spec in aot_specs.specs(["large"] if quick else list(aot_specs.SIZES)):
-        variants = [spec]
-        if spec.variant == "large" and quick:
-            variants.append(spec.with_ones(spec.integers()))
-        elif spec.variant == "large":
-            variants += [spec.with_ones([name]) for name in spec.integers()]
-        for variant in dict.fromkeys(variants):
-            for target in (90,) if quick else TARGETS:
+    for target in (90,) if quick else TARGETS:
+        for spec in aot_specs.specs(["large"] if quick else list(aot_specs.SIZES), target):
+            variants = [spec]
+            if spec.variant == "large" and quick:
+                variants.append(spec.with_ones(spec.integers()))
+            elif spec.variant == "large":
+                variants += [spec.with_ones([name]) for name in spec.integers()]
+            for variant in dict.fromkeys(variants):
                 yield variant, target
 
 

@@ -43,18 +43,25 @@ LARGE = Size(
     chunk_size=64,
     heads_per_page=1,
 )
-SIZES = {
-    "large": (LARGE, torch.bfloat16),
-    "fp32": (LARGE, torch.float32),
+MANY_HEADS = replace(LARGE, q_heads=64, kv_heads=1, head_dim=256)
+_ATTENTION = ("paged_attention", "paged_attention_decode")
+SIZES: dict[str, tuple[Size, torch.dtype, tuple[str, ...]]] = {
+    "large": (LARGE, torch.bfloat16, inputs.CASES),
+    "fp32": (LARGE, torch.float32, inputs.CASES),
     # sizes that are no powers of two, and the largest heads and states that are supported
     "odd": (
         replace(LARGE, hidden=2560, ffn=6912, q_heads=20, kv_heads=4, head_dim=80, ssm_heads=80, groups=1, d_state=96),
         torch.float16,
+        inputs.CASES,
     ),
     "widest": (
         replace(LARGE, head_dim=256, q_heads=16, kv_heads=2, ssm_head_dim=256, ssm_heads=16, d_state=256),
         torch.bfloat16,
+        inputs.CASES,
     ),
+    # the largest tiles of attention: all query heads share one head of keys
+    "one kv head": (MANY_HEADS, torch.bfloat16, _ATTENTION),
+    "one kv head, fp32": (MANY_HEADS, torch.float32, _ATTENTION),
 }
 
 
@@ -126,33 +133,35 @@ def _spec(variant: str, call: str, kernel: Any, args: tuple, named: dict[str, An
 
 
 @contextmanager
-def _recording(variant: str, call: str) -> Iterator[list[Spec]]:
-    """Record launches inside instead of making them."""
+def _recording(variant: str, call: str, target: int) -> Iterator[list[Spec]]:
+    """Record launches inside instead of making them, with the tiles that are chosen for a compute capability."""
     from triton.runtime.jit import JITFunction
 
+    from flexops.kernels import attention
+
     specs: list[Spec] = []
-    run = JITFunction.run
+    run, capability = JITFunction.run, attention.capability
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         specs.append(_spec(variant, call, self, args, named))
 
-    JITFunction.run = record
+    JITFunction.run, attention.capability = record, lambda device: target // 10
     try:
         yield specs
     finally:
-        JITFunction.run = run
+        JITFunction.run, attention.capability = run, capability
 
 
-def specs(variants: list[str]) -> list[Spec]:
-    """The different compilations that one call of every operator needs, per size."""
+def specs(variants: list[str], target: int) -> list[Spec]:
+    """The different compilations that one call of every operator needs for a compute capability, per size."""
     from flexops.kernels import triton_backend
 
     found: dict[Spec, None] = {}
     for variant in variants:
-        size, dtype = SIZES[variant]
-        for case in inputs.CASES:
+        size, dtype, cases = SIZES[variant]
+        for case in cases:
             arguments = inputs.arguments(case, size, dtype)
-            with _recording(variant, case) as recorded:
+            with _recording(variant, case, target) as recorded:
                 getattr(triton_backend, inputs.operator(case))(*arguments)
             found.update(dict.fromkeys(recorded))
     return list(found)

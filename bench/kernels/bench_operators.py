@@ -12,6 +12,7 @@ import pytest
 import torch
 import unfused
 from least_bytes import LEAST
+from torch.utils._pytree import tree_leaves
 
 from flexops.kernels.dispatch import select
 from tests.kernels import inputs
@@ -61,9 +62,14 @@ def bench_operator(benchmark, case, dtype, side, size, gpu, copy_bandwidth):
 
 
 def _assert_same(case: str, ours: object, theirs: object, dtype: torch.dtype) -> None:
-    """Both sides compute the same, but for rounding: torch rounds every step to the dtype."""
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{case}: {text}")
+    """Both sides compute the same, but for rounding: torch rounds every step to the dtype.
+
+    Differences are measured against the largest value: among a million results, some are small by cancellation.
+    """
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for x, y in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+        largest = float(y.abs().max()) if y.numel() else 0.0
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * largest, msg=lambda text: f"{case}: {text}")
 
 
 @pytest.mark.parametrize(("case", "package"), others.SIDES, ids=lambda v: v)

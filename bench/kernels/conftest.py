@@ -63,6 +63,7 @@ def gpu(request) -> bool:
     asked = request.config.getoption("--gpu")
     if asked and not torch.cuda.is_available():
         pytest.skip("--gpu: no CUDA device")
+    torch.backends.cudnn.allow_tf32 = False  # torch's fp32 convolution would not be fp32
     return asked
 
 

@@ -9,7 +9,8 @@ Activations are fp32, bf16 or fp16 ("x dtype" below), weights any of these, SSM 
 results rounded once. fp64 runs the definition in `reference.py`, with everything in fp64. Memory must be contiguous,
 but dim 0 may have a larger stride: slices of a fused projection and pages of one pool are passed as they are.
 Every operator raises ValueError, with the argument's name and what is allowed, before it writes anything: for a wrong
-shape, dtype, device or stride, and for an index out of range (on the CPU; elsewhere where FLEXOPS_DEBUG=1).
+shape, dtype, device or stride, and for an index out of range, or named twice where it is written (on the CPU; elsewhere
+where FLEXOPS_DEBUG=1). On several GPUs, an operator runs on that of its tensors, whichever is current.
 Where a gradient is recorded, plain differentiable forms run instead; operators that work in place refuse.
 torch.compile and torch.export see one node per operator. A limit of torch: a compiled graph cannot write two caches of
 different dtypes that are views of one buffer.

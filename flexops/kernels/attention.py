@@ -358,6 +358,11 @@ def _combine_kernel(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+def capability(device: torch.device) -> int:
+    """The major compute capability that tiles are chosen for, 0 without a GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
 def _prefill_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
     """Query rows and keys per tile, warps and pipeline stages: the largest that do not spill registers."""
     if dtype == torch.float32:  # exact products, on plain fp32 units
@@ -367,8 +372,7 @@ def _prefill_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> tu
     if head_dim > 128:
         return 64, 32, 8, 2
     # a tensor core that reads both operands from shared memory leaves registers for more keys
-    warpgroup_mma = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return 128, 64 if head_dim <= 64 or warpgroup_mma else 32, 8, 3
+    return 128, 64 if head_dim <= 64 or capability(device) in (9, 10) else 32, 8, 3
 
 
 @dataclass(frozen=True)
@@ -376,13 +380,14 @@ class DecodeLaunch:
     """How requests of one query are launched: what `_decode_kernel` and the fused decode launch share.
 
     splits: the most that a request may have.  programs: per request and KV head.  constants: of `decode_tile`.
-    num_warps: of the launch.
+    num_warps, num_stages: of the launch, so that registers do not spill.
     """
 
     splits: int
     programs: int
     constants: dict[str, int]
     num_warps: int
+    num_stages: int
 
     @classmethod
     def of(cls, q: Tensor, kv_cache: Tensor, page_table: Tensor) -> "DecodeLaunch":
@@ -390,6 +395,8 @@ class DecodeLaunch:
         shape = _shape(q, kv_cache)
         requests = page_table.shape[0]
         tile = max(16, triton.next_power_of_2(shape["GROUP"])) * shape["BLOCK_DIM"]
+        exact = q.dtype == torch.float32  # products on plain fp32 units, whose operands lie in registers
+        keys = 64 >> (exact + (tile > 8192))
         splits = max(1, min(MAX_SPLITS, triton.cdiv(page_table.shape[1] * shape["PAGE_TOKENS"], SPLIT_TOKENS)))
         return cls(
             splits=splits,
@@ -399,9 +406,11 @@ class DecodeLaunch:
                 "SPLIT_TOKENS": SPLIT_TOKENS,
                 "MAX_SPLITS": MAX_SPLITS,
                 "BLOCK_ROWS": tile // shape["BLOCK_DIM"],
-                "BLOCK_KEYS": 32 if q.dtype == torch.float32 or tile > 8192 else 64,
+                "BLOCK_KEYS": keys,
             },
-            num_warps=8 if tile > 4096 else 4,
+            num_warps=8 if tile > (2048 if exact else 4096) else 4,
+            # sums in tensor memory pass through registers to be scaled
+            num_stages=1 if tile > 8192 and capability(q.device) == 10 and not exact else 3,
         )
 
     def buffers(self, q: Tensor, requests: int) -> tuple[Tensor, Tensor]:
@@ -501,7 +510,7 @@ def paged_attention(
         launch.programs,
         **launch.constants,
         num_warps=launch.num_warps,
-        num_stages=3,
+        num_stages=launch.num_stages,
     )
     launch.combine(cu_seqlens, context_lens, partial, stats, out)
     return out

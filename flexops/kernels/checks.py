@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,16 @@ class _Arguments:
         if least < low or most >= high:
             bad = least if least < low else most
             raise ValueError(f"{name}: holds {bad}; allowed: {low} to {high - 1}")
+
+    def once(self, name: str, x: Tensor) -> None:
+        """Check that x names no place twice, where values are read: of two writes to one place, either may stay."""
+        if not self.reads_values or x.numel() < 2:
+            return
+        ordered = np.sort(x.cpu().numpy(), axis=None)
+        named = ordered[ordered.searchsorted(0) :]
+        twice = named[1:][named[1:] == named[:-1]]
+        if twice.size:
+            raise ValueError(f"{name}: holds {int(twice[0])} twice; allowed: each once, but for -1")
 
     def cu_seqlens(self, cu_seqlens: Tensor, allow_empty: bool = True) -> None:
         """Check that cu_seqlens is int32 [R+1], rises from 0 to T, and binds R."""
@@ -184,6 +195,7 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> None:
     args.tensor("x", x, "M D", _SAME)
     args.tensor("index", index, "M", _INDEX)
     args.values("index", index, -1, out.shape[0])
+    args.once("index", index)
 
 
 def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> None:
@@ -192,6 +204,7 @@ def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     args.tensor("weight", weight, "D", _FLOAT)
     args.tensor("order", order, "M", _INT32)
     args.values("order", order, -1, residual.shape[0])
+    args.once("order", order)
 
 
 def merge_norm(
@@ -239,6 +252,7 @@ def append_kv(
     _kv_cache(args, kv_cache)
     args.tensor("slot_mapping", slot_mapping, "T", _INT64)
     args.values("slot_mapping", slot_mapping, -1, kv_cache.shape[0] * kv_cache.shape[3])
+    args.once("slot_mapping", slot_mapping)
 
 
 def _kv_cache(args: _Arguments, kv_cache: Tensor) -> None:
@@ -305,17 +319,20 @@ def _sequence_caches(
     for name, table in tables.items():
         if table is not None:
             args.tensor(name, table, "S pages" if name == "checkpoint_pages" else "R pages", _INT32)
-            _entries(args, name, table, cache.shape[0])
+            _entries(args, name, table, cache.shape[0], written=name != "initial_pages")
     if checkpoint_rows is not None:
         args.tensor("checkpoint_rows", checkpoint_rows, "S", _INT32)
         args.values("checkpoint_rows", checkpoint_rows, 0, args.sizes["T"])
+        args.once("checkpoint_rows", checkpoint_rows)
 
 
-def _entries(args: _Arguments, name: str, table: Tensor, num_pages: int) -> None:
-    """Rows of pages: all of them in range, or the first is -1 and the entry absent."""
+def _entries(args: _Arguments, name: str, table: Tensor, num_pages: int, written: bool) -> None:
+    """Rows of pages: all of them in range, or the first is -1 and the entry absent; none twice if `written`."""
     args.values(name, table, -1, num_pages)
     if args.reads_values and bool(((table < 0).any(-1) & (table[:, 0] >= 0)).any()):
         raise ValueError(f"{name}: a row has -1 behind its first page; allowed: -1 first (no entry), or no -1")
+    if written:
+        args.once(name, table)
 
 
 def causal_conv1d(
@@ -441,10 +458,10 @@ def state_update(
     args.bind(conv_pages=-(-xBC.shape[1] // conv_cache.shape[2]), state_pages=-(-num_heads // heads_per_page))
     for name, table in (("conv_pages_in", conv_pages_in), ("conv_pages_out", conv_pages_out)):
         args.tensor(name, table, "R conv_pages", _INT32)
-        _entries(args, name, table, conv_cache.shape[0])
+        _entries(args, name, table, conv_cache.shape[0], written=name == "conv_pages_out")
     for name, table in (("state_pages_in", state_pages_in), ("state_pages_out", state_pages_out)):
         args.tensor(name, table, "R state_pages", _INT32)
-        _entries(args, name, table, state_cache.shape[0])
+        _entries(args, name, table, state_cache.shape[0], written=name == "state_pages_out")
 
 
 def decode_branches(

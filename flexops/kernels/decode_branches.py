@@ -231,7 +231,7 @@ def decode_branches(
         **launch.constants,
         **constants,
         num_warps=NUM_WARPS,
-        num_stages=2,
+        num_stages=1 if q.dtype == torch.float32 else 2,  # a second stage of fp32 keys would spill registers
     )
     launch.combine(None, context_lens, partial, stats, attention)
     return attention, out, sums

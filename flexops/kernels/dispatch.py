@@ -75,7 +75,8 @@ def select(device: torch.device) -> ModuleType:
     """The module whose operators run on tensors of this device.
 
     CUDA: Triton. CPU: numba, or Triton where TRITON_INTERPRET=1. Other devices: plain torch. `backend` overrides it.
-    Returns the module; its functions have the signatures of `reference.py` and check nothing.
+    Returns the module; its functions have the signatures of `reference.py` and check nothing. Triton launches on the
+    current CUDA device, which must be that of the tensors; the public face sees to it.
     Raises ValueError where `backend` asks for a form that cannot run on the device.
     """
     forced = _forced.get()

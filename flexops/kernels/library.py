@@ -5,6 +5,7 @@ write into an argument say so in their schema and do not return it. fp64 runs th
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -53,9 +54,18 @@ SCHEMAS = {
 
 
 def raw(name: str, first: Tensor) -> Callable:
-    """The unchecked operator for tensors like `first`."""
-    module = reference if first.dtype == torch.float64 else select(first.device)
-    return getattr(module, name)
+    """The unchecked operator for tensors like `first`, on their GPU where another one is current."""
+    device = first.device
+    function = getattr(reference if first.dtype == torch.float64 else select(device), name)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return partial(_run_on, device, function)
+    return function
+
+
+def _run_on(device: torch.device, function: Callable, *args):
+    """Triton launches on the current device, whatever device its tensors are on."""
+    with torch.cuda.device(device):
+        return function(*args)
 
 
 def _implementation(name: str) -> Callable:
@@ -164,6 +174,8 @@ def _gather_context(ctx, inputs, output) -> None:
 def _gather_backward(ctx, grad: Tensor):
     (index,) = ctx.saved_tensors
     out = grad.new_zeros(ctx.num_rows, grad.shape[1])
+    if ctx.num_rows == 0:
+        return out, None
     return out.index_add(0, index.clamp(min=0), _zero_rows(grad, index >= 0)), None
 
 
@@ -175,6 +187,8 @@ def _scatter_backward(ctx, grad: Tensor):
     """x gets the rows it was written to; what it overwrote gets nothing."""
     (index,) = ctx.saved_tensors
     keep = index >= 0
+    if grad.shape[0] == 0:
+        return grad, grad.new_zeros(index.shape[0], grad.shape[1]), None
     overwritten = torch.zeros(grad.shape[0], dtype=torch.int32, device=grad.device)
     overwritten = overwritten.index_add(0, index.clamp(min=0), keep.int())
     return _zero_rows(grad, overwritten == 0), _zero_rows(grad.index_select(0, index.clamp(min=0)), keep), None

@@ -103,6 +103,8 @@ def gate_route(
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """out[i] = x[index[i]]; rows of index -1 are zero."""
+    if x.shape[0] == 0:
+        return x.new_zeros(index.shape[0], x.shape[1])
     out = x.index_select(0, index.clamp(min=0).long())
     return torch.where((index >= 0).unsqueeze(-1), out, torch.zeros((), dtype=x.dtype, device=x.device))
 

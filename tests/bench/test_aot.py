@@ -24,3 +24,17 @@ def test_one_kernel_compiles_and_its_resources_are_reported():
     assert kernel["stack"] == kernel["STL"] == 0 and kernel["registers"] > 0
     assert kernel["LDG.128"] >= 2  # gate and up, 16 bytes at a time
     assert kernel["HMMA"] == kernel["HGMMA"] == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_each_target_gets_the_tiles_that_are_launched_on_it():
+    code = (
+        "import torch, aot_specs\n"
+        "aot_specs.SIZES['one'] = aot_specs.LARGE, torch.bfloat16, ('paged_attention',)\n"
+        "for target in (80, 90):\n"
+        "    tiles = {s.kernel: dict(s.constants)['BLOCK_KEYS'] for s in aot_specs.specs(['one'], target)[:2]}\n"
+        "    print(tiles['paged_attention_prefill'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "bench")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["32", "64"]

@@ -67,6 +67,19 @@ def test_debug_mode_checks_indices(monkeypatch):
     monkeypatch.setenv("FLEXOPS_DEBUG", "1")
     with pytest.raises(ValueError, match="index: holds 4; allowed: -1 to 3"):
         kernels.gather_rows(x, index)
+    with pytest.raises(ValueError, match="index: holds 1 twice"):
+        kernels.scatter_rows(x, x[:2], torch.ones(2, dtype=torch.int32, device=CUDA))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_a_device_that_is_not_current(case):
+    """Outside of torch.cuda.device, tensors on the second GPU give what they give on the first."""
+    operator, results = getattr(kernels, inputs.operator(case)), []
+    for index in range(2):
+        arguments = inputs.arguments(case, inputs.TINY, torch.float32, torch.device("cuda", index))
+        result = operator(*arguments)
+        results.append((result, [arguments[i] for i in inputs.mutated(case)]))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True, check_device=False)
 
 
 def test_cuda_graph_replays_what_a_call_does(case):

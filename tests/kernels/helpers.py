@@ -6,6 +6,7 @@ at most twice that of the reference at the same dtype, plus one rounding of the 
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SANITIZED = "ttsem" in sys.modules  # `make sanitize`: CPU memory under the name of CUDA, kernels run by ttsem
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
@@ -79,6 +81,8 @@ def far_rows(rows: int, *shape: int, dtype: torch.dtype = torch.float16) -> Tens
 
     On a CPU only the memory that is touched is taken from the system.
     """
+    if SANITIZED:
+        pytest.skip("the sanitizer copies all of the memory before and after a launch")
     count = (rows - 1) * 2**30 + torch.Size(shape).numel()
     if DEVICE == "cpu":
         memory = torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)
@@ -131,7 +135,7 @@ def assert_bound(ours: Tensor, same: Tensor, exact: Tensor, what: str = "result"
     """max|ours - exact| <= 2 max|same - exact| + eps max|exact|, and NaN only where the oracle has it.
 
     `same` is the reference at our dtype, `exact` the reference in fp64.  The last term is one rounding of the largest
-    result: among few elements the reference can be exact by luck.
+    result: among few elements the reference can be exact by luck.  The sanitizer sums one by one, with larger errors.
     """
     assert ours.shape == exact.shape, f"{what}: shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
     assert ours.dtype == same.dtype, f"{what}: {ours.dtype}, not {same.dtype}"
@@ -142,7 +146,8 @@ def assert_bound(ours: Tensor, same: Tensor, exact: Tensor, what: str = "result"
     ours, same, exact = ours[~nan].double(), same[~nan].double(), exact[~nan].double()
     if exact.numel() == 0:
         return
-    error, allowed = (ours - exact).abs().max(), 2 * (same - exact).abs().max() + eps * exact.abs().max()
+    factor = 4 if SANITIZED else 2
+    error, allowed = (ours - exact).abs().max(), factor * (same - exact).abs().max() + eps * exact.abs().max()
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
 
 

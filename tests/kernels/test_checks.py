@@ -98,12 +98,20 @@ BAD_VALUES = {
         r"^index: .*contiguous memory$",
     ),
     "gather_rows low": ("gather_rows", 1, lambda i: _with(i, 0, -2), r"^index: holds -2"),
+    "scatter_rows twice": (
+        "scatter_rows",
+        2,
+        lambda i: _with(i, 0, int(i[1])),
+        r"^index: holds \d+ twice; allowed: each",
+    ),
     "scatter_rows high": ("scatter_rows", 2, lambda i: _with(i, 0, 24), r"^index: holds 24"),
+    "split_norm twice": ("split_norm", 4, lambda i: _with(i, 3, int(i[0])), r"^order: holds \d+ twice; allowed: each"),
     "split_norm high": ("split_norm", 4, lambda i: _with(i, 0, 24), r"^order: holds 24"),
     "merge_norm high": ("merge_norm", 3, lambda i: _with(i, 0, 16), r"^inverse: holds 16; allowed: -1 to 15"),
     "apply_rope positions": ("apply_rope", 2, lambda p: _with(p, 0, 999), r"^positions: holds 999"),
     "apply_rope rotary dims": ("apply_rope", 1, lambda c: torch.cat([c, c], 1), r"^rotary_dim of cos_sin: got 32"),
     "append_kv slot": ("append_kv", 6, lambda s: _with(s, 0, 2**40), r"^slot_mapping: holds 1099511627776"),
+    "append_kv slot twice": ("append_kv", 6, lambda s: _with(s, 4, int(s[9])), r"^slot_mapping: holds \d+ twice"),
     "append_kv int32 slots": ("append_kv", 6, lambda s: s.int(), r"^slot_mapping: .*allowed: dtype int64"),
     "append_kv position": ("append_kv", 4, lambda p: _with(p, 0, -1), r"^positions: holds -1"),
     "append_kv cache dtype": ("append_kv", 5, lambda c: c.half(), r"^kv_cache: .*allowed: dtype float32"),
@@ -134,6 +142,13 @@ BAD_VALUES = {
     ),
     "conv pages": ("causal_conv1d", 6, lambda p: p[:, :1], r"^initial_pages: .*pages=2"),
     "conv page range": ("causal_conv1d", 7, lambda p: _with(p, 0, 500), r"^final_pages: holds 500"),
+    "conv page twice": ("causal_conv1d", 7, lambda p: _with(p, (0, 0), int(p[2, 1])), r"^final_pages: holds \d+ twice"),
+    "conv checkpoint row twice": (
+        "causal_conv1d",
+        8,
+        lambda r: torch.cat([r, r]),
+        r"^checkpoint_rows: got shape|^checkpoint_rows: holds",
+    ),
     "conv half an entry": ("causal_conv1d", 7, lambda p: _with(p, (0, 1), -1), r"^final_pages: a row has -1 behind"),
     "conv checkpoint row": ("causal_conv1d", 8, lambda p: _with(p, 0, 24), r"^checkpoint_rows: holds 24"),
     "conv cache missing": ("causal_conv1d", 5, lambda c: None, r"^initial_pages: given without conv_cache"),
@@ -150,6 +165,12 @@ BAD_VALUES = {
     "scan C": ("ssd_scan", 4, lambda c: c[:, :1], r"^C: .*G=2"),
     "update columns": ("state_update", 1, lambda z: z[:, :-1], r"^z: has 31 columns; allowed: H \* P = 4 \* 8"),
     "update heads": ("state_update", 5, lambda a: a[:-1], r"^A_log: .*H=4"),
+    "update pages twice": (
+        "state_update",
+        14,
+        lambda p: _with(p, (0, 0), int(p[2, 0])),
+        r"^state_pages_out: holds \d+ twice; allowed: each once, but for -1",
+    ),
     "update pages": ("state_update", 14, lambda p: _with(p, 0, 99), r"^state_pages_out: holds 99"),
     "decode context": ("decode_branches", 3, lambda c: _with(c, 2, 99), r"^context_lens: request 2 has 99"),
     "decode page missing": ("decode_branches", 2, lambda t: _with(t, (2, 1), -1), r"^page_table .*: holds -1"),
@@ -169,6 +190,13 @@ def test_wrong_values_are_refused_before_anything_is_written(what):
     with pytest.raises(ValueError, match=message):
         getattr(kernels, operator)(*arguments)
     assert all(torch.equal(bits(whole_storage(x)), b) for x, b in zip(mutated, before, strict=True))
+
+
+def test_minus_one_and_what_is_only_read_may_stand_twice():
+    x = randn(4, 16)
+    assert torch.equal(kernels.gather_rows(x, ints([2, 2, -1, -1])), torch.stack([x[2], x[2], x[0] * 0, x[0] * 0]))
+    out = kernels.scatter_rows(torch.zeros(4, 16), x[:3], ints([-1, 1, -1]))
+    assert torch.equal(out[1], x[1]) and not out[[0, 2, 3]].any()
 
 
 def test_empty_batches_are_accepted():

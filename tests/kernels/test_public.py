@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import threading
-from types import ModuleType
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from flexops import kernels
-from flexops.kernels import reference
+from flexops.kernels import library, reference
 from flexops.kernels.dispatch import select
 from flexops.kernels.library import SCHEMAS
 from tests.kernels import inputs
@@ -192,6 +193,20 @@ def test_gather_rows_gradient():
     assert torch.autograd.gradcheck(lambda x: kernels.gather_rows(x, index), x)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", TRITON])
+def test_rows_of_an_empty_tensor_are_zero_and_give_no_gradient(backend):
+    x, one, weight = torch.empty(0, 4, requires_grad=True), randn(1, 4), randn(4, seed=1)
+    with kernels.backend(backend):
+        rows = kernels.gather_rows(x, ints([-1, -1]))
+        rows.sum().backward()
+        y = randn(2, 4, seed=2).requires_grad_()
+        kernels.scatter_rows(x.detach(), y, ints([-1, -1])).sum().backward()
+        u = kernels.merge_norm(one.clone(), x.detach(), x.detach(), ints([-1]), weight, 1e-5)
+    assert torch.equal(rows, torch.zeros(2, 4)) and x.grad.shape == (0, 4)
+    assert torch.equal(y.grad, torch.zeros(2, 4))
+    torch.testing.assert_close(u, reference.rms_norm(one, weight, 1e-5))
+
+
 def test_scatter_rows_gradient():
     index = ints([3, -1, 0])
     out, x = randn(5, 4).double().requires_grad_(), randn(3, 4, seed=1).double().requires_grad_()
@@ -327,6 +342,29 @@ def test_backend_refuses_what_cannot_run(monkeypatch):
         kernels.rms_norm(randn(2, 16), randn(16), 1e-5)
     with kernels.backend("cpu"), pytest.raises(ValueError, match="'cpu' got tensors on 'meta'"):
         select(torch.device("meta"))
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])])
+def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch, current, entered):
+    """Triton launches on the current device: it is changed where the tensors are on another one, and only there."""
+    devices, calls = [], []
+
+    @contextmanager
+    def guard(device):
+        devices.append(device.index)
+        yield
+        devices.append("left")
+
+    def operator(first, *rest):
+        calls.append((list(devices), rest))
+        return "result"
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(library, "select", lambda device: SimpleNamespace(rms_norm=operator))
+    first = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", 1))
+    assert library.raw("rms_norm", first)(first, 2, 3) == "result"
+    assert calls == [(entered, (2, 3))] and devices == entered + ["left"] * len(entered)
 
 
 def test_operators_keep_their_names_when_files_of_the_same_name_are_imported():

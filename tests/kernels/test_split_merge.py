@@ -32,6 +32,12 @@ def test_gather_rows_wider_than_a_block():
     check(split_merge.gather_rows, reference.gather_rows, randn(3, 4104), ints([2, -1, 0]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_gather_rows_of_no_rows(dtype):
+    """Where there is no row to name, -1 is all an index can hold."""
+    check(split_merge.gather_rows, reference.gather_rows, randn(0, 64), ints([-1, -1], dtype))
+
+
 @pytest.mark.parametrize("index", [[], [-1], [-1, -1, -1], [6]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_gather_rows_index(index, dtype):
@@ -99,17 +105,11 @@ def test_merge_norm(width, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("attention_rows", "ssm_rows", "inverse"),
-    [(7, 0, range(7)), (0, 7, range(7)), (1, 1, [1, 0]), (1, 1, [])],
-    ids=["attention only", "ssm only", "one each", "no rows"],
+    [(7, 0, range(7)), (0, 7, range(7)), (1, 1, [1, 0]), (1, 1, []), (0, 0, [-1, -1])],
+    ids=["attention only", "ssm only", "one each", "no rows", "no branch rows"],
 )
 def test_merge_norm_routes(attention_rows, ssm_rows, inverse, dtype):
     merge(dtype=dtype, attention_rows=attention_rows, ssm_rows=ssm_rows, inverse=inverse)
-
-
-def test_merge_norm_without_branch_rows_is_the_norm():
-    residual, weight, none = randn(2, 64), randn(64, seed=1), randn(0, 64)
-    u = split_merge.merge_norm(residual.clone(), none, none, ints([-1, -1]), weight, EPS)
-    assert torch.allclose(u, reference.rms_norm(residual, weight, EPS))
 
 
 def test_grids_of_many_rows(monkeypatch):

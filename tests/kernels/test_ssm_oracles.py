@@ -67,7 +67,7 @@ def test_transformers_mixer(name, groups, kernels):
     x, B, C = channels.split([d_inner, group_states, group_states], dim=1)
     x, B, C = x.unflatten(1, (4, 16)), B.unflatten(1, (groups, 16)), C.unflatten(1, (groups, 16))
     heads = (mixer.D, mixer.dt_bias)
-    y = form(kernels, "ssd_scan")(x, dt, mixer.A_log, B, C, *heads, *batch, 8, states, None, own)
+    y = form(kernels, "ssd_scan")(x, dt, mixer.A_log, B, C, *heads, *batch, 16, states, None, own)
     norm = (mixer.norm.weight, mixer.norm.variance_epsilon, groups)
     rows = list(reference.gated_rms_norm(y.flatten(1), z, *norm).split(LENGTHS))
     for step in range(DECODES):
