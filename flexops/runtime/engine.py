@@ -188,6 +188,10 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
         """One iteration over everything that runs; returns what each request gave. Empty when nothing is to do."""
+        with torch.cuda.device_of(self.executor.model.embedding):  # Triton launches on the current one
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         started = _now_us()
         for request, reuse in self.scheduler.admit():
             self.executor.start_prefill(request, reuse)
