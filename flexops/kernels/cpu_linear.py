@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import torch
 from llvmlite import binding, ir
 from numba.core import types
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from flexops.kernels.cpu_launch import kernel, next_part, unpack
 from flexops.kernels.cpu_simd import (
-    BF16,
     F32,
     FLOATS,
     INT64,
@@ -26,6 +26,8 @@ from flexops.kernels.cpu_simd import (
     call,
     clear_bytes,
     emits,
+    function,
+    inline,
     load,
     pointer_to,
     read_row,
@@ -42,7 +44,11 @@ _STEPS = 128  # steps of a chain; a block's weights of as many stay in the L1 ca
 _INT32, _PAIRS = ir.IntType(32), ir.VectorType(ir.IntType(32), LANES)
 
 
-_features = functools.cache(binding.get_host_cpu_features)
+@functools.cache
+def _features() -> dict[str, bool]:
+    """What the processor has; nothing where numba was told to compile for another one."""
+    config = numba.config
+    return {} if config.CPU_NAME or config.CPU_FEATURES is not None else dict(binding.get_host_cpu_features())
 
 
 def supports(weight: Tensor) -> bool:
@@ -125,65 +131,77 @@ def _tile(rows: int, multiply: Callable) -> Any:
     return run
 
 
-def _product(multiply: Callable, code: int) -> Any:
-    """The kernel of one dtype."""
+def _rows(multiply: Callable) -> Any:
+    """sums [count, 64] += the chains of `_tile` over count rows of x, as many at once as registers allow."""
     tile1, tile2, tile3, tile4, tile5, tile6 = (_tile(rows, multiply) for rows in range(1, _TILE + 1))
 
-    def product(arguments):
-        x, x_row, weight, bias, out, out_row, rows, outputs, steps = unpack(arguments, 0, 9)
-        sums, added = scratch(_ROWS * BLOCK), scratch(BLOCK)
-        chunks = (rows + _ROWS - 1) // _ROWS
-        part, parts = next_part(arguments), (outputs + BLOCK - 1) // BLOCK * chunks
-        while part < parts:
-            first, chunk = part // chunks * BLOCK, part % chunks * _ROWS
-            width, count = min(BLOCK, outputs - first), min(_ROWS, rows - chunk)
-            block = weight + first * steps * 4
-            clear_bytes(sums, count * BLOCK * 4)
-            at = 0
-            while at < steps:
-                number = min(_STEPS, steps - at)
-                done = 0
-                while done < count:
-                    here = x + (chunk + done) * x_row + at * 4
-                    there, into = block + at * BLOCK * 4, sums + done * BLOCK * 4
-                    left = count - done
-                    size = (left + 1) // 2 if left == 7 or left == 8 else min(left, _TILE)
-                    if size == 6:
-                        tile6(here, x_row, there, number, into)
-                    elif size == 5:
-                        tile5(here, x_row, there, number, into)
-                    elif size == 4:
-                        tile4(here, x_row, there, number, into)
-                    elif size == 3:
-                        tile3(here, x_row, there, number, into)
-                    elif size == 2:
-                        tile2(here, x_row, there, number, into)
-                    else:
-                        tile1(here, x_row, there, number, into)
-                    done += size
-                at += number
-            if bias != 0:
-                read_row(added, bias + first * code, code, width)
-                for r in range(count):
-                    for i in range(0, BLOCK, LANES):
-                        store(sums, r * BLOCK + i, load(sums, r * BLOCK + i) + load(added, i))
+    @function
+    def run(x, x_row, block, steps, sums, count):
+        done = 0
+        while done < count:
+            here, into, left = x + done * x_row, sums + done * BLOCK * 4, count - done
+            size = (left + 1) // 2 if left == 7 or left == 8 else min(left, _TILE)  # 4 + 3 and 4 + 4, not 6 and a rest
+            if size == 6:
+                tile6(here, x_row, block, steps, into)
+            elif size == 5:
+                tile5(here, x_row, block, steps, into)
+            elif size == 4:
+                tile4(here, x_row, block, steps, into)
+            elif size == 3:
+                tile3(here, x_row, block, steps, into)
+            elif size == 2:
+                tile2(here, x_row, block, steps, into)
+            else:
+                tile1(here, x_row, block, steps, into)
+            done += size
+
+    return run
+
+
+_fp32_rows, _bf16_rows = _rows(_multiply_add), _rows(_dot_pairs)
+
+
+@inline
+def _product(arguments, add_rows):
+    """All parts of a product; add_rows: that of the dtype."""
+    x, x_row, weight, bias, out, out_row, rows, outputs, steps, code = unpack(arguments, 0, 10)
+    sums, added = scratch(_ROWS * BLOCK), scratch(BLOCK)
+    chunks = (rows + _ROWS - 1) // _ROWS
+    part, parts = next_part(arguments), (outputs + BLOCK - 1) // BLOCK * chunks
+    while part < parts:
+        first, chunk = part // chunks * BLOCK, part % chunks * _ROWS
+        width, count = min(BLOCK, outputs - first), min(_ROWS, rows - chunk)
+        here, block = x + chunk * x_row, weight + first * steps * 4
+        clear_bytes(sums, count * BLOCK * 4)
+        for at in range(0, steps, _STEPS):
+            add_rows(here + at * 4, x_row, block + at * BLOCK * 4, min(_STEPS, steps - at), sums, count)
+        if bias != 0:
+            read_row(added, bias + first * code, code, width)
             for r in range(count):
-                target = out + ((chunk + r) * out_row + first) * code
-                write_row(target, code, sums + r * BLOCK * 4, width)
-            part = next_part(arguments)
+                for i in range(r * BLOCK, (r + 1) * BLOCK, LANES):
+                    store(sums, i, load(sums, i) + load(added, i - r * BLOCK))
+        for r in range(count):
+            write_row(out + ((chunk + r) * out_row + first) * code, code, sums + r * BLOCK * 4, width)
+        part = next_part(arguments)
 
-    return kernel(9)(product)
+
+# each of its own, without free variables, so that numba finds it on disk
+@kernel(10)
+def _fp32_product(arguments):
+    _product(arguments, _fp32_rows)
 
 
-_fp32_product = _product(_multiply_add, F32)
-_bf16_product = _product(_dot_pairs, BF16)
+@kernel(10)
+def _bf16_product(arguments):
+    _product(arguments, _bf16_rows)
 
 
 def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
     """x W^T + b.
 
-    x: [T, inputs] in the dtype of W, rows may be strided.  packed: `pack(W)`.  bias: [outputs] or None, same dtype.
-    Returns [T, outputs] in the dtype of x, summed in fp32 and rounded once.
+    x: [T, inputs] in the dtype of W, rows may be strided, inputs may not.  packed: `pack(W)`.  bias: [outputs] in the
+    same dtype, contiguous, or None.  Nothing is checked.
+    Returns [T, outputs] in the dtype of x, summed in fp32 and rounded once. In bf16 subnormal inputs count as zero.
     """
     rows, out = x.shape[0], x.new_empty(x.shape[0], outputs)
     product = _fp32_product if x.dtype == torch.float32 else _bf16_product
@@ -191,6 +209,6 @@ def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) 
     product(
         packed.numel() * size,
         *(x.data_ptr(), x.stride(0) * size, packed.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(out.data_ptr(), outputs, rows, outputs, packed.shape[1]),
+        *(out.data_ptr(), outputs, rows, outputs, packed.shape[1], size),
     )
     return out

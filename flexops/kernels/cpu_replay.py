@@ -86,16 +86,26 @@ class _Memory(TorchDispatchMode):
         weakref.finalize(lent, free.append, block)
         return torch.from_numpy(lent)[: count * dtype.itemsize].view(dtype).view(*size)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, classes: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         options = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in ("empty", "new_empty", "empty_like") and options.get("pin_memory") is not True:
-            size = {"empty": args[0], "new_empty": args[-1], "empty_like": getattr(args[0], "shape", None)}[name]
-            dtype = options.get("dtype") or getattr(args[0], "dtype", None)
-            return self._empty(size, dtype or torch.get_default_dtype())
-        if any(r.alias_info is None or r.alias_info.is_write for r in func._schema.returns):
+        made = self._allocate(func.overloadpacket.__name__, args, options)
+        if made is not None:
+            return made
+        returns = func._schema.returns
+        if not returns or any(r.alias_info is None or r.alias_info.is_write for r in returns):
             self.kernels_only = False
         return func(*args, **options)
+
+    def _allocate(self, name: str, args: tuple, options: dict) -> Tensor | None:
+        """What an allocating operator returns, contiguous on the CPU; None for any other."""
+        like: Any = args[0] if name in ("new_empty", "empty_like") else None
+        device = options.get("device") or (torch.device("cpu") if like is None else like.device)
+        if name not in ("empty", "new_empty", "empty_like") or torch.device(device).type != "cpu":
+            return None
+        if name == "empty_like" and list(like.stride()) != sorted(like.stride(), reverse=True):
+            return None  # torch would keep the order of the strides
+        size = args[0] if name == "empty" else args[1] if name == "new_empty" else like.shape
+        return self._empty(size, options.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype))
 
 
 @contextmanager
@@ -104,8 +114,11 @@ def record() -> Iterator[Callable[[], Recording | None]]:
 
     Yields a function that returns the Recording once they have run, or None where torch itself computed something.
     What they allocate inside stays theirs in every replay; tensors made elsewhere must be kept alive, in their place,
-    by the caller.
+    by the caller. What Python reads from a tensor inside is not seen: it stays as it was.
+    Raises RuntimeError inside of another one.
     """
+    if launches.get() is not None:
+        raise RuntimeError("launches are being recorded already: a recording cannot hold another one")
     memory = _Memory()
     made: list[tuple[int, _Block, int]] = []
 

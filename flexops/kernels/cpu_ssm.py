@@ -341,7 +341,7 @@ def state_update(
     requests, inner = z.shape
     _, heads_per_page, dim, d_state = state_cache.shape
     heads = inner // dim
-    out, sums = torch.empty_like(z), torch.empty((requests, heads))
+    out, sums = torch.empty_like(z), torch.empty((requests, heads), dtype=torch.float32)
     _state_update(
         8 * requests * inner * d_state,
         *(xBC.data_ptr(), xBC.stride(0), codes[0], z.data_ptr(), z.stride(0), dt.data_ptr(), dt.stride(0), codes[1]),

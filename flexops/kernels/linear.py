@@ -49,14 +49,17 @@ class PackedLinear:
 
         weights: [out_i, in] each, joined along the outputs in the order given; not kept where packing works, not
         tracked by autograd: later changes of a packed weight are not seen.
-        bias: [sum of out_i] or None, in the dtype of the weights.
+        bias: [sum of out_i] or None.
+        Raises ValueError for a bias of another shape.
         """
         parts = [weights] if isinstance(weights, Tensor) else list(weights)
         joined = parts[0].detach() if len(parts) == 1 else torch.cat([w.detach() for w in parts])
         self.out_features, self.in_features = joined.shape
         self.dtype = joined.dtype
         self.device = joined.device
-        self._bias = None if bias is None else bias.detach()
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({self.out_features},), one per output")
+        self._bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         if cpu_linear.supports(joined):
             self.form, self._weight = "own", cpu_linear.pack(joined)
         elif (packed := _onednn(joined)) is not None:
@@ -65,8 +68,16 @@ class PackedLinear:
             self.form, self._weight = "plain", joined
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] in the dtype of the weights, rows may be strided -> [T, out]."""
+        """x: [T, in] in the dtype of the weights, rows may be strided -> [T, out].
+
+        Raises ValueError for another shape or dtype.
+        """
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype != self.dtype:
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)}; it must be {self.dtype}, [rows, {self.in_features}]"
+            )
         if self.form == "own":
+            x = x if x.stride(1) == 1 else x.contiguous()
             return cpu_linear.linear(x, self._weight, self.out_features, self._bias)
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features)

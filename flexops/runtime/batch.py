@@ -178,7 +178,7 @@ class StepBatch:
 
     def attention(self, layer_idx: int, rows: BranchRows) -> AttentionBatch:
         """The attention branch's batch in one layer."""
-        # a power of two, -1 behind a request's own: what a launch depends on changes as seldom as that
+        # a power of two or all there are, -1 behind a request's own: launches change as seldom as that
         columns = 1 << (self._columns(rows) - 1).bit_length()
         table, slot_mapping = self._kv_places(layer_idx, rows, columns)
         replayed = np.array([False] * rows.num_decodes + [s.kind is StageKind.REPLAY for s in rows.slices])
@@ -211,7 +211,8 @@ class StepBatch:
     def advance(self) -> bool:
         """The same decodes at a later token: every index tensor changes in place.
 
-        False where a page table would have to be wider than its tensor.
+        Positions and context lengths share memory with their arrays, page tables and slots are copied.
+        False where a page table would have to be wider than its tensor: then make another batch.
         """
         for split in self._splits.values():
             for rows in (split.attention, split.ssm):

@@ -29,7 +29,7 @@ from .profiling import BranchLoad
 from .request import PrefillProgress, Request, Stage, StageKind
 from .tables import UNKNOWN, RequestTables
 
-REPLAYS = 16  # sets of decodes whose steps are kept: one is enough unless layouts run as batches of their own
+REPLAYS = 64  # sets of decodes whose steps are kept: one is enough unless layouts run as batches of their own
 
 
 @dataclass
@@ -84,8 +84,9 @@ class Executor:
         self.device = model.embedding.device
         self.ops = dispatch.select(self.device)
         self.num_layers = len(model.layers)
-        self._can_replay = self.device.type == "cpu" and coordinator is None
-        self._replays: OrderedDict[tuple, _Replay | None] = OrderedDict()  # None for what has come once
+        self._records = model.head.form == "own" and coordinator is None
+        # steps of decodes: True for what has come once, False for what cannot be recorded
+        self._replays: OrderedDict[tuple, _Replay | bool] = OrderedDict()
         self.gate_table: Tensor | None = None
         if keep_gates and any(layer.gate is not None for layer in model.layers):
             size = tables.routes.shape[1], 16, self.num_layers, model.config.gate_dim
@@ -140,19 +141,20 @@ class Executor:
     def _decode(self, slots: np.ndarray, ids: Tensor, keep_z: bool) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """The hidden rows [n, hidden_size] that leave a step of decodes alone, and the gates' rows as `_pass_layers`.
 
-        Recorded when it comes a second time, and from then on replayed for as long as the same requests decode on the
-        same pages.
+        On a CPU it is recorded when it comes a second time, and from then on replayed for as long as the same requests
+        decode on the same pages.
         """
-        key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, torch.get_num_threads())
-        again = key in self._replays and self._can_replay
-        replay = self._replays.pop(key, None)
-        if replay is not None and replay.step.advance():
-            torch.index_select(self.model.embedding, 0, ids, out=replay.h)
-            replay.recording.replay()
-            self._replays[key] = replay
-            return replay.hidden, replay.decode_z
+        modes = torch.get_num_threads(), torch.is_inference_mode_enabled()
+        key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, *modes)
+        known = self._replays.pop(key, None)
+        if isinstance(known, _Replay) and known.step.advance():
+            self._replays[key] = known
+            torch.index_select(self.model.embedding, 0, ids, out=known.h)
+            known.recording.replay()
+            return known.hidden, known.decode_z
         h = self.model.embedding.index_select(0, ids)
         index = torch.arange(len(slots), dtype=torch.int32, device=self.device)
+        again = self._records and bool(known)
         step = StepBatch(self.tables, slots, self.device, advances=again)
         nothing: list[tuple[PrefillSlice, ...]] = [()] * self.num_layers
         with record() if again else nullcontext() as finish:
@@ -160,11 +162,20 @@ class Executor:
             assert rows is not None, "there are decodes"
             hidden = self._final_norm(rows, index)
         recording = None if finish is None else finish()
-        self._can_replay = self._can_replay and (recording is not None or not again)
-        self._replays[key] = None if recording is None else _Replay(recording, step, index, h, hidden, decode_z)
+        if recording is not None:
+            self._keep(key, _Replay(recording, step, index, h, hidden, decode_z))
+        else:
+            self._keep(key, known is None)  # what could not be recorded is not tried again
+        return hidden, decode_z
+
+    def _keep(self, key: tuple, entry: "_Replay | bool") -> None:
+        """Remember a step, and forget those that cannot come again or have not come for long."""
+        version = self.tables.version
+        for old in [k for k in self._replays if version[np.frombuffer(k[0], dtype=np.int64)].tobytes() != k[1]]:
+            del self._replays[old]
+        self._replays[key] = entry
         while len(self._replays) > REPLAYS:
             self._replays.popitem(last=False)
-        return hidden, decode_z
 
     def _pass_layers(
         self, step: StepBatch, decode_h: Tensor, keep_z: bool, plan: list[tuple[PrefillSlice, ...]]

@@ -258,7 +258,8 @@ def _draw(scores: Tensor, requests: list[Request]) -> tuple[list[int], list[bool
 def _argmax(scores: Tensor) -> list[int]:
     """The first of the largest of each row; on a CPU by numpy, which is 4 to 16 times as fast at it as torch."""
     if scores.device.type == "cpu":
-        return scores.float().numpy().argmax(-1).tolist()
+        known = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+        return known.numpy().argmax(-1).tolist()
     return scores.argmax(-1).tolist()
 
 

@@ -26,11 +26,19 @@ def layers() -> list[PackedLinear]:
     return made
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture
+def threads(request):
+    """Runs the test with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_a_replay_computes_what_the_operators_would(layers, threads):
-    before, gain, x = torch.get_num_threads(), randn(64, seed=10), randn(5, 64, seed=1)
+    gain, x = randn(64, seed=10), randn(5, 64, seed=1)
     wide = PackedLinear(randn(4096, 32, seed=9))  # work for a team
-    torch.set_num_threads(threads)
     with torch.no_grad(), record() as finish:
         y = wide(_chain(x, layers, gain))
     recording = finish()
@@ -42,7 +50,6 @@ def test_a_replay_computes_what_the_operators_would(layers, threads):
         recording.replay()
         assert torch.equal(y, wide(_chain(x, layers, gain)))
         del churn
-    torch.set_num_threads(before)
 
 
 def test_memory_is_reused_as_the_operators_reuse_it(layers):
@@ -61,9 +68,15 @@ def test_what_torch_computes_is_not_recorded(layers):
         y = _chain(x * 2, layers, gain)
     assert finish() is None
     assert torch.equal(y, _chain(x * 2, layers, gain)), "and yet it ran"
-    with torch.no_grad(), record() as finish:
-        _chain(x, layers, gain).add_(1)
-    assert finish() is None
+    for computes in (lambda y: y.add_(1), lambda y: torch._foreach_mul_([y], 2), lambda y: torch.empty_like(y.T)):
+        with torch.no_grad(), record() as finish:
+            computes(_chain(x, layers, gain))
+        assert finish() is None
+
+
+def test_a_recording_holds_no_other_one():
+    with record(), pytest.raises(RuntimeError, match="recorded already"), record():
+        pass
 
 
 def test_allocations_of_every_kind():

@@ -1,7 +1,11 @@
 """Packed linears: the values of F.linear, rows of the same bits in every batch, and what cannot be packed."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
+import numba
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,3 +158,47 @@ def test_without_the_packed_operators_of_torch_it_is_a_plain_linear(missing, mon
     assert torch.equal(layer(x), F.linear(x, weight))
     weight[0] = 0
     assert layer(x)[:, 0].abs().max() == 0, "a single weight is used as it is, not copied"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_does_not_fit_is_refused(pack):
+    layer = pack(randn(40, 64, seed=1))
+    for x in (randn(3, 63), randn(64), randn(2, 3, 64), randn(3, 64, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"x is torch\..* it must be torch.float32, \[rows, 64\]"):
+            layer(x)
+    with pytest.raises(ValueError, match=r"bias has shape \(39,\); it must be \(40,\)"):
+        pack(randn(40, 64, seed=1), randn(39))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_that_lie_apart_and_a_bias_of_another_dtype(pack):
+    weight, bias = randn(40, 64, dtype=torch.bfloat16, seed=1), randn(80, seed=2)[::2]
+    layer, x = pack(weight, bias), randn(64, 3, dtype=torch.bfloat16, seed=3).T
+    exact = F.linear(x.double(), weight.double(), bias.bfloat16().double())
+    assert_bound(layer(x), F.linear(x, weight, bias.bfloat16()), exact)
+
+
+def test_compiled_products_are_found_on_disk(tmp_path):
+    """A second process compiles nothing."""
+    if not cpu_linear.supports(torch.zeros(2, 2)):
+        pytest.skip("oneDNN computes the products on this processor")
+    script = (
+        "import torch; from flexops.kernels import cpu_linear as c\n"
+        "w = torch.ones(8, 8); c.linear(w, c.pack(w), 8)\n"
+        "print(c._fp32_product._compiled.cache_hits)"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [int(run.stdout) for run in hits] == [0, 1]
+
+
+def test_no_own_products_where_numba_compiles_for_another_processor(monkeypatch):
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    cpu_linear._features.cache_clear()
+    try:
+        assert not cpu_linear.supports(torch.zeros(8, 8))
+    finally:
+        cpu_linear._features.cache_clear()

@@ -346,3 +346,14 @@ class TestProcessors:
         rq = request(min_new_tokens=3, stop_token_ids=(500, -1))
         logits = logits_of(1, 97)
         assert Sampler(97, "cpu").sample(logits, [rq]).token_ids == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_first_of_the_largest(dtype):
+    scores = torch.full((3, 97), -1.0, dtype=dtype)
+    scores[0, [5, 9]] = 2.0
+    scores[1, 96] = 0.0
+    scores[2, 3], scores[2, 1] = 1.0, 1.0 - 1e-12  # apart in fp64 only
+    sampler = Sampler(97, "cpu")
+    tokens = sampler.sample(scores, [request(seed=i) for i in range(3)]).token_ids
+    assert tokens == [5, 96, 3 if dtype == torch.float64 else 1]
