@@ -117,35 +117,50 @@ class Executor:
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
         ids = on_device(token_ids, np.int64, self.device)
         keep_z = any(r.gate_rows for r in decodes)  # gate rows of generated tokens go with those of their prompt
-        owners = list(decodes)
-        if any(plan):
+        modes = torch.get_num_threads(), torch.is_inference_mode_enabled()
+        key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, *modes)
+        if not any(plan):
+            hidden, decode_z = self._decode(key, slots, ids, keep_z)
+            owners = decodes
+        elif decodes and self._replays.get(key):
+            # slices pass few layers, so beside a replayed step they have little to share with the decodes
+            hidden, decode_z = self._decode(key, slots, ids, keep_z)
+            prefill = StepBatch(self.tables, slots[:0], self.device)
+            rows, _ = self._pass_layers(prefill, hidden.new_empty(0, hidden.shape[1]), False, plan)
+            prompts, owners = self._wanted_rows(rows, [])
+            hidden, owners = torch.cat([hidden, prompts]), [*decodes, *owners]
+        else:
+            if decodes and self._records:
+                self._keep(key, self._replays.get(key, True))
             step = StepBatch(self.tables, slots, self.device)
             rows, decode_z = self._pass_layers(step, model.embedding.index_select(0, ids), keep_z, plan)
-            wanted = list(range(len(decodes)))
-            for s, where in rows.ranges() if rows is not None else ():
-                skipped = max(0, s.request.first_logit_row - s.start)
-                wanted.extend(range(where.start + skipped, where.stop))
-                owners.extend([s.request] * (where.stop - where.start - skipped))
-            if rows is None or not wanted:
-                return model.embedding.new_empty(0, model.head.out_features), []
-            hidden = self._final_norm(rows, on_device(wanted, np.int32, self.device))
-        else:
-            hidden, decode_z = self._decode(slots, ids, keep_z)
+            hidden, owners = self._wanted_rows(rows, decodes)
         if decode_z:
             self._keep_decode_gates(decodes, slots, decode_z)
         return model.head(hidden), owners
 
+    def _wanted_rows(self, rows: _Rows | None, decodes: list[Request]) -> tuple[Tensor, list[Request]]:
+        """The normalised rows [n, hidden_size] behind the last layer whose logits are wanted, and whose they are."""
+        wanted, owners = list(range(len(decodes))), list(decodes)
+        for s, where in rows.ranges() if rows is not None else ():
+            skipped = max(0, s.request.first_logit_row - s.start)
+            wanted.extend(range(where.start + skipped, where.stop))
+            owners.extend([s.request] * (where.stop - where.start - skipped))
+        if rows is None or not wanted:
+            return self.model.embedding.new_empty(0, self.model.embedding.shape[1]), []
+        return self._final_norm(rows, on_device(wanted, np.int32, self.device)), owners
+
     def _final_norm(self, rows: _Rows, index: Tensor) -> Tensor:
         return self.ops.split_norm(rows.h, rows.delta, self.model.norm, self.model.eps, index)
 
-    def _decode(self, slots: np.ndarray, ids: Tensor, keep_z: bool) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    def _decode(
+        self, key: tuple, slots: np.ndarray, ids: Tensor, keep_z: bool
+    ) -> tuple[Tensor, list[tuple[int, Tensor]]]:
         """The hidden rows [n, hidden_size] that leave a step of decodes alone, and the gates' rows as `_pass_layers`.
 
         On a CPU it is recorded when it comes a second time, and from then on replayed for as long as the same requests
         decode on the same pages.
         """
-        modes = torch.get_num_threads(), torch.is_inference_mode_enabled()
-        key = (slots.tobytes(), self.tables.version[slots].tobytes(), keep_z, *modes)
         known = self._replays.pop(key, None)
         if isinstance(known, _Replay) and known.step.advance():
             self._replays[key] = known
