@@ -1,23 +1,36 @@
 """How many requests keep every bit of tokens and logits, whatever they share the engine with.
 
 Random requests (ragged prompts, greedy and sampled, adaptive, biased and forced layouts) run alone, then batched, with
-their prompts cut into slices, in a pool so small that they are preempted, and twice, the second time with their prompts
-cached. A request counts where its layout, its
-tokens and all its logits are equal to the last bit.
+their prompts cut into slices, in a small pool and preempted at random, and twice, the second time with their prompts
+cached. A request counts where its layout, its tokens and all its logits are equal to the last bit.
 
     python bench/determinism.py [--quick] [--json]
 """
 
+import random
+
 import torch
 from common import Report, arguments
 
-from flexops.runtime import Engine
+from flexops.runtime import Engine, RequestOutput
 from tests.runtime.serving import Asked, Given, alone, random_requests, serve, small_engine
 from tests.tiny import make_model
 
 
 def fraction(asked: list[Asked], given: list[Given], expected: list[Given]) -> float:
     return sum(a.same_bits(b) for a, b in zip(given, expected, strict=True)) / len(asked)
+
+
+def preempt_at_random(engine: Engine) -> None:
+    """Preempt a running request now and then, besides those for which memory ends."""
+    step, rng = engine.step, random.Random(3)
+
+    def preempting() -> list[RequestOutput]:
+        if engine.scheduler.running and rng.random() < 0.2:
+            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+        return step()
+
+    engine.step = preempting  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -37,6 +50,7 @@ def main() -> None:
             "cached": small_engine(model, memory_bytes=1 << 26),
             "preempted": small_engine(model, memory_bytes=(max(pages) + 20) * page_bytes),
         }
+        preempt_at_random(engines["preempted"])
         for name, engine in engines.items():
             twice = 2 if name == "cached" else 1
             value = fraction(asked * twice, serve(engine, asked * twice), expected * twice)

@@ -273,7 +273,8 @@ def test_a_client_that_leaves_aborts_its_requests(live, stream):
         if stream:
             assert connection.recv(64)
     wait_until(lambda: not engine.has_unfinished())
-    assert engine.metrics.requests_finished["abort"] == aborted + 2
+    # one of the two may have come to its end token by then
+    assert engine.metrics.requests_finished["abort"] in (aborted + 1, aborted + 2)
 
 
 def run_on(app: Any, *bodies: dict[str, Any]) -> Any:

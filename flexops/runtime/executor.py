@@ -84,7 +84,10 @@ class Executor:
         self.device = model.embedding.device
         self.ops = dispatch.select(self.device)
         self.num_layers = len(model.layers)
-        self._records = model.head.form == "own" and coordinator is None
+        # whether steps of decodes are recorded and replayed
+        self.records = (
+            self.ops.__name__ == dispatch.BACKENDS["cpu"] and model.head.form == "own" and coordinator is None
+        )
         # steps of decodes: True for what has come once, False for what cannot be recorded
         self._replays: OrderedDict[tuple, _Replay | bool] = OrderedDict()
         self.gate_table: Tensor | None = None
@@ -130,7 +133,7 @@ class Executor:
             prompts, owners = self._wanted_rows(rows, [])
             hidden, owners = torch.cat([hidden, prompts]), [*decodes, *owners]
         else:
-            if decodes and self._records:
+            if decodes and self.records:
                 self._keep(key, self._replays.get(key, True))
             step = StepBatch(self.tables, slots, self.device)
             rows, decode_z = self._pass_layers(step, model.embedding.index_select(0, ids), keep_z, plan)
@@ -169,7 +172,7 @@ class Executor:
             return known.hidden, known.decode_z
         h = self.model.embedding.index_select(0, ids)
         index = torch.arange(len(slots), dtype=torch.int32, device=self.device)
-        again = self._records and bool(known)
+        again = self.records and bool(known)
         step = StepBatch(self.tables, slots, self.device, advances=again)
         nothing: list[tuple[PrefillSlice, ...]] = [()] * self.num_layers
         with record() if again else nullcontext() as finish:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 def _engine(model, replays: bool = True, **changes) -> Engine:
     engine = small_engine(model, **changes)
     if not replays:
-        engine.executor._records = False
+        engine.executor.records = False
     return engine
 
 
