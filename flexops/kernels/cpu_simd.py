@@ -336,6 +336,13 @@ def copy_bytes(b, target, source, count):
     _move(b, b.inttoptr(target, byte), b.inttoptr(source, byte), count)
 
 
+def prefetch_line(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Have the cache line at an address, which need not be valid, brought into the L2 cache."""
+    read, to_l2, data = (ir.Constant(_INT32, code) for code in (0, 2, 1))
+    pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, to_l2, data])
+
+
 @emits(types.void, types.int64, types.int64)
 def clear_bytes(b, target, count):
     """memset to zero."""
