@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexops.kernels.cpu_launch import kernel, next_part, unpack
 from flexops.kernels.cpu_simd import (
+    CACHE_LINE,
     F32,
     FLOATS,
     INT64,
@@ -43,7 +44,6 @@ _VECTORS = BLOCK // LANES
 _TILE = 6  # rows whose sums of a block stay in registers: 24 of the 32
 _ROWS = 48  # rows of one part of the work
 _STEPS = 128  # steps of a chain; a block's weights of as many stay in the L1 cache while all rows of a part pass
-_LINE = 64  # bytes of a cache line
 _INT32, _PAIRS = ir.IntType(32), ir.VectorType(ir.IntType(32), LANES)
 
 
@@ -122,7 +122,7 @@ def _tile(rows: int, multiply: Callable) -> Any:
         ]
         fetched = b.add(ahead, b.mul(step, pitch))
         prefetch_line(b, fetched)
-        prefetch_line(b, b.add(fetched, ir.Constant(INT64, _LINE)))
+        prefetch_line(b, b.add(fetched, ir.Constant(INT64, CACHE_LINE)))
         new = []
         for r in range(rows):
             value = broadcast(b, b.load(pointer_to(b, starts[r], step, 4, _INT32), align=2))
@@ -151,7 +151,7 @@ def _rows(multiply: Callable) -> Any:
     def run(x, x_row, block, steps, sums, count, ahead):
         # a block has four lines a step: two tiles must fetch two each, from four tiles on one will do; a single tile is
         # as fast as memory, and nothing is gained by fetching
-        pitch = 0 if count <= _TILE else 2 * _LINE if count <= 3 * _TILE else _LINE
+        pitch = 0 if count <= _TILE else 2 * CACHE_LINE if count <= 3 * _TILE else CACHE_LINE
         done = 0
         while done < count:
             here, into, left = x + done * x_row, sums + done * BLOCK * 4, count - done
