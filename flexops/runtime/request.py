@@ -94,7 +94,7 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step gave for one request. Not frozen: that would take longer to make, once per token, than the rest.
+    """What one step gave for one request. Made once per token, so it is not frozen, which takes four times as long.
 
     sample: which of the request's n samples.  new_token_ids: the tokens of this step.  num_tokens: how many with those
     before.  token_ids: all of them.
