@@ -250,8 +250,10 @@ def _argmax(scores: Tensor) -> list[int]:
     if scores.device.type != "cpu":
         return scores.argmax(-1).tolist()
     places = cpu_argmax.argmax(scores)
-    # numpy finds it several times as fast as torch
-    return (scores.float().numpy().argmax(-1) if places is None else places).tolist()
+    if places is not None:
+        return places.tolist()
+    known = scores if scores.dtype == torch.float64 else scores.float()
+    return known.numpy().argmax(-1).tolist()  # several times as fast as torch
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:
