@@ -17,7 +17,7 @@ from llvmlite import binding, ir
 from numba.core import types
 from torch import Tensor
 
-from flexops.kernels.cpu_launch import kernel, next_part, unpack
+from flexops.kernels.cpu_launch import aligned_memory, kernel, next_part, unpack
 from flexops.kernels.cpu_simd import (
     CACHE_LINE,
     F32,
@@ -75,7 +75,9 @@ def pack(weight: Tensor) -> Tensor:
     blocks = -(-outputs // BLOCK)
     padded = weight.new_zeros(blocks * BLOCK, inputs)
     padded[:outputs] = weight
-    return padded.view(blocks, BLOCK, inputs // per_step, per_step).transpose(1, 2).contiguous()
+    blocked = padded.view(blocks, BLOCK, inputs // per_step, per_step).transpose(1, 2)
+    packed = torch.from_numpy(aligned_memory(padded.nbytes)).view(weight.dtype).view(blocked.shape)
+    return packed.copy_(blocked)
 
 
 def _multiply_add(b: ir.IRBuilder, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
