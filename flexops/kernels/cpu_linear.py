@@ -3,7 +3,8 @@
 An output is a sum of chains of fused multiply-adds over 128 steps each, a step being one input, in bf16 two: so it is
 for every number of rows, cut of the work and number of threads, and no chain is long enough to gather much error. The
 weight is kept in blocks of 64 outputs, [steps][64], each read once from front to back: with few rows a product takes
-as long as reading its weight does.
+as long as reading its weight does. With more, the weights of one chain are multiplied while those of the next are
+fetched.
 """
 
 import functools
@@ -16,8 +17,9 @@ from llvmlite import binding, ir
 from numba.core import types
 from torch import Tensor
 
-from flexops.kernels.cpu_launch import kernel, next_part, unpack
+from flexops.kernels.cpu_launch import aligned_memory, kernel, next_part, unpack
 from flexops.kernels.cpu_simd import (
+    CACHE_LINE,
     F32,
     FLOATS,
     INT64,
@@ -30,6 +32,7 @@ from flexops.kernels.cpu_simd import (
     inline,
     load,
     pointer_to,
+    prefetch_line,
     read_row,
     scratch,
     store,
@@ -72,7 +75,9 @@ def pack(weight: Tensor) -> Tensor:
     blocks = -(-outputs // BLOCK)
     padded = weight.new_zeros(blocks * BLOCK, inputs)
     padded[:outputs] = weight
-    return padded.view(blocks, BLOCK, inputs // per_step, per_step).transpose(1, 2).contiguous()
+    blocked = padded.view(blocks, BLOCK, inputs // per_step, per_step).transpose(1, 2)
+    packed = torch.from_numpy(aligned_memory(padded.nbytes)).view(weight.dtype).view(blocked.shape)
+    return packed.copy_(blocked)
 
 
 def _multiply_add(b: ir.IRBuilder, x: ir.Value, w: ir.Value, total: ir.Value) -> ir.Value:
@@ -98,10 +103,13 @@ class _BFloat(ir.Type):
 
 
 def _tile(rows: int, multiply: Callable) -> Any:
-    """sums [rows, 64] += one chain each over x [rows, steps] and a block [steps, 64]; a step is 4 bytes."""
+    """sums [rows, 64] += one chain each over x [rows, steps] and a block [steps, 64]; a step is 4 bytes.
 
-    @emits(types.void, types.int64, types.int64, types.int64, types.int64, types.int64)
-    def run(b, x, x_row, block, steps, sums):
+    Every step also fetches two cache lines from `ahead` on, which moves by `pitch` bytes a step.
+    """
+
+    @emits(types.void, *[types.int64] * 7)
+    def run(b, x, x_row, block, steps, sums, ahead, pitch):
         starts = [b.add(x, b.mul(x_row, ir.Constant(INT64, r))) for r in range(rows)]
         places = [pointer_to(b, sums, ir.Constant(INT64, LANES * i), 4, FLOATS) for i in range(rows * _VECTORS)]
         before, loop, behind = b.block, b.append_basic_block("steps"), b.append_basic_block("behind")
@@ -114,6 +122,9 @@ def _tile(rows: int, multiply: Callable) -> Any:
             b.load(pointer_to(b, b.add(block, ir.Constant(INT64, v * LANES * 4)), step, BLOCK * 4, _PAIRS), align=4)
             for v in range(_VECTORS)
         ]
+        fetched = b.add(ahead, b.mul(step, pitch))
+        prefetch_line(b, fetched)
+        prefetch_line(b, b.add(fetched, ir.Constant(INT64, CACHE_LINE)))
         new = []
         for r in range(rows):
             value = broadcast(b, b.load(pointer_to(b, starts[r], step, 4, _INT32), align=2))
@@ -132,28 +143,35 @@ def _tile(rows: int, multiply: Callable) -> Any:
 
 
 def _rows(multiply: Callable) -> Any:
-    """sums [count, 64] += the chains of `_tile` over count rows of x, as many at once as registers allow."""
+    """sums [count, 64] += the chains of `_tile` over count rows of x, as many at once as registers allow.
+
+    ahead: the weights that are needed next; the tiles together fetch them, _STEPS steps of a block.
+    """
     tile1, tile2, tile3, tile4, tile5, tile6 = (_tile(rows, multiply) for rows in range(1, _TILE + 1))
 
     @function
-    def run(x, x_row, block, steps, sums, count):
+    def run(x, x_row, block, steps, sums, count, ahead):
+        # a block has four lines a step: two tiles must fetch two each, from four tiles on one will do; a single tile is
+        # as fast as memory, and nothing is gained by fetching
+        pitch = 0 if count <= _TILE else 2 * CACHE_LINE if count <= 3 * _TILE else CACHE_LINE
         done = 0
         while done < count:
             here, into, left = x + done * x_row, sums + done * BLOCK * 4, count - done
             size = (left + 1) // 2 if left == 7 or left == 8 else min(left, _TILE)  # 4 + 3 and 4 + 4, not 6 and a rest
             if size == 6:
-                tile6(here, x_row, block, steps, into)
+                tile6(here, x_row, block, steps, into, ahead, pitch)
             elif size == 5:
-                tile5(here, x_row, block, steps, into)
+                tile5(here, x_row, block, steps, into, ahead, pitch)
             elif size == 4:
-                tile4(here, x_row, block, steps, into)
+                tile4(here, x_row, block, steps, into, ahead, pitch)
             elif size == 3:
-                tile3(here, x_row, block, steps, into)
+                tile3(here, x_row, block, steps, into, ahead, pitch)
             elif size == 2:
-                tile2(here, x_row, block, steps, into)
+                tile2(here, x_row, block, steps, into, ahead, pitch)
             else:
-                tile1(here, x_row, block, steps, into)
+                tile1(here, x_row, block, steps, into, ahead, pitch)
             done += size
+            ahead += steps * pitch
 
     return run
 
@@ -169,12 +187,16 @@ def _product(arguments, add_rows):
     chunks = (rows + _ROWS - 1) // _ROWS
     part, parts = next_part(arguments), (outputs + BLOCK - 1) // BLOCK * chunks
     while part < parts:
+        following = next_part(arguments)  # taken now, so that its first weights can be fetched
         first, chunk = part // chunks * BLOCK, part % chunks * _ROWS
         width, count = min(BLOCK, outputs - first), min(_ROWS, rows - chunk)
         here, block = x + chunk * x_row, weight + first * steps * 4
         clear_bytes(sums, count * BLOCK * 4)
         for at in range(0, steps, _STEPS):
-            add_rows(here + at * 4, x_row, block + at * BLOCK * 4, min(_STEPS, steps - at), sums, count)
+            ahead = block + (at + _STEPS) * BLOCK * 4
+            if at + _STEPS >= steps:
+                ahead = weight + following // chunks * BLOCK * steps * 4
+            add_rows(here + at * 4, x_row, block + at * BLOCK * 4, min(_STEPS, steps - at), sums, count, ahead)
         if bias != 0:
             read_row(added, bias + first * code, code, width)
             for r in range(count):
@@ -182,7 +204,7 @@ def _product(arguments, add_rows):
                     store(sums, i, load(sums, i) + load(added, i - r * BLOCK))
         for r in range(count):
             write_row(out + ((chunk + r) * out_row + first) * code, code, sums + r * BLOCK * 4, width)
-        part = next_part(arguments)
+        part = following
 
 
 # each of its own, without free variables, so that numba finds it on disk

@@ -18,10 +18,9 @@ from numba.core import types
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexops.kernels.cpu_launch import fork, kernel, launches, unpack
+from flexops.kernels.cpu_launch import aligned_memory, fork, kernel, launches, unpack
 from flexops.kernels.cpu_simd import INT64, emits, get_i64
 
-_ALIGNMENT = 64
 _Block = ctypes.Array[ctypes.c_char]
 
 
@@ -79,8 +78,7 @@ class _Memory(TorchDispatchMode):
         if free:
             block = free.pop()
         else:
-            block = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-            block = block[-block.ctypes.data % _ALIGNMENT :][:nbytes]
+            block = aligned_memory(nbytes)
             self.blocks.append(block)
         lent = block[:]  # lives as long as a tensor has its memory
         weakref.finalize(lent, free.append, block)

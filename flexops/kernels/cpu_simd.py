@@ -24,6 +24,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 LANES = 16
 PAD = 64  # rows in scratch are padded with zeros to a multiple of it: four vectors, the stride of the sums
 F32, BF16 = 4, 2  # the code of a dtype is its size in bytes
+CACHE_LINE = 64  # bytes
 
 _FLOAT = ir.FloatType()
 _INT16, _INT32, INT64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -334,6 +335,19 @@ def copy_bytes(b, target, source, count):
     """memcpy."""
     byte = ir.IntType(8).as_pointer()
     _move(b, b.inttoptr(target, byte), b.inttoptr(source, byte), count)
+
+
+def prefetch_line(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Have the cache line at an address, which need not be valid, brought into the L2 cache."""
+    read, to_l2, data = (ir.Constant(_INT32, code) for code in (0, 2, 1))
+    pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, to_l2, data])
+
+
+@emits(types.void, types.int64)
+def prefetch(b, address):
+    """`prefetch_line`."""
+    prefetch_line(b, address)
 
 
 @emits(types.void, types.int64, types.int64)

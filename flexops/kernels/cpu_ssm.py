@@ -18,6 +18,7 @@ from flexops.kernels.cpu_conv import (
 )
 from flexops.kernels.cpu_launch import code_of, kernel, next_part, table_of, unpack, vector_of
 from flexops.kernels.cpu_simd import (
+    CACHE_LINE,
     F32,
     LANES,
     PAD,
@@ -31,6 +32,7 @@ from flexops.kernels.cpu_simd import (
     inline,
     load,
     only_first,
+    prefetch,
     put_f32,
     read_row,
     round_row,
@@ -74,6 +76,13 @@ def _step(state, target, pitch, b, c, count, decay, inputs, products):
     store(products, 16, y1)
     store(products, 32, y2)
     store(products, 48, y3)
+
+
+@inline
+def _fetch(address, count):
+    """Have memory brought into the L2 cache."""
+    for line in range(0, count, CACHE_LINE):
+        prefetch(address + line)
 
 
 @function
@@ -288,17 +297,22 @@ def _state_update(arguments):
             skip, total = splat(get(d, h, d_code)), splat(0.0)
             source = _state_of(states, state_page, source_pages, heads_per_page, h, dim * d_state)
             target = _state_of(states, state_page, target_pages, heads_per_page, h, dim * d_state)
+            next_head = min(h + 1, end_head - 1)
+            following = _state_of(states, state_page, source_pages, heads_per_page, next_head, dim * d_state)
             read_row(gate, z + (r * z_row + h * dim) * code, code, dim)
             for p in range(0, dim, LANES):
                 number, place = min(LANES, dim - p), p * d_state * F32
                 values = load(conv, h * dim + p)
                 store(inputs, 0, splat(step) * values)
                 direct = source != 0 and d_state % LANES == 0
+                # the sixteen rows behind these: memory is waited for unless it is asked that early
+                ahead = source + place + LANES * d_state * F32 if p + LANES < dim else following
                 if not direct:
                     _load_state(block, state_pitch, source + place if source != 0 else 0, number, d_state)
                 for q in range(0, number, 4):
                     row, into = place + q * d_state * F32, products + q * LANES * F32
                     if direct:
+                        _fetch(ahead + q * d_state * F32, 4 * d_state * F32)
                         _step(source + row, target + row, d_state, b, c, d_state, decay, inputs + q * F32, into)
                     else:
                         rows4 = block + q * state_pitch * F32

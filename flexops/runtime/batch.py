@@ -214,16 +214,24 @@ class StepBatch:
         Positions and context lengths share memory with their arrays, page tables and slots are copied.
         False where a page table would have to be wider than its tensor: then make another batch.
         """
+        page_tokens, turning = self.tables.layout.page_tokens, False
         for split in self._splits.values():
             for rows in (split.attention, split.ssm):
-                rows.starts[:] = self.tables.context[rows.slots]
-                np.add(rows.starts, 1, out=rows.context)
-        if any(self._columns(rows) > batch.page_table.shape[1] for _, rows, batch in self._attention):
+                if not len(rows.slots):
+                    continue
+                now = self.tables.context[rows.slots]
+                turning |= bool((now // page_tokens != rows.starts // page_tokens).any())
+                rows.starts[:] = now
+                np.add(now, 1, out=rows.context)
+        if turning and any(self._columns(rows) > batch.page_table.shape[1] for _, rows, batch in self._attention):
             return False
         for layer_idx, rows, batch in self._attention:
-            table, slot_mapping = self._kv_places(layer_idx, rows, batch.page_table.shape[1])
-            batch.page_table.numpy()[:] = table
-            batch.slot_mapping.numpy()[:] = slot_mapping
+            slot_mapping = batch.slot_mapping.numpy()
+            if turning:  # some go on to another page
+                table, slot_mapping[:] = self._kv_places(layer_idx, rows, batch.page_table.shape[1])
+                batch.page_table.numpy()[:] = table
+            else:
+                slot_mapping += rows.positions % page_tokens - slot_mapping % page_tokens
         return True
 
     def ssm(self, layer_idx: int, rows: BranchRows) -> SSMBatch:

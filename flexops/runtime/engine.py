@@ -10,27 +10,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..config import EngineConfig, FlexHybridConfig
-from ..kernels import SSM
+from ..config import EngineConfig
 from ..kernels.linear import rows_are_exact
 from ..models.layout import Layout, layout_routes, layout_strip
 from ..models.modeling import FlexHybridModel
 from ..models.packed import PackedModel
 from .batch import PrefillSlice
 from .branches import make_coordinator
-from .cache_tree import Captures
-from .context_cache import ContextCache
-from .coordination import CostModel, DeviceSpeed
 from .executor import Executor
 from .memory import PageLayout, PagePool
 from .metrics import Metrics, decode_flops
-from .profiling import BranchProfile, find_profile, profile_key
+from .profiling import find_profile, profile_key
+from .publishing import make_cache, publish_answer, publish_prompt
 from .request import Request, RequestOutput, SamplingParams, Status
 from .sampler import SampledTokens, Sampler
 from .scheduler import Scheduler, SliceBudget
@@ -79,7 +75,7 @@ class Engine:
         grid = 1 if device.type == "cpu" else model.config.mamba_chunk_size
         key = profile_key(model.config, dtype, device)
         self.profile = find_profile(key, model.config.name_or_path, self.config.profile)
-        self.cache = _make_cache(self.config, self.pool, model.config, dtype, self.profile)
+        self.cache = make_cache(self.config, self.pool, model.config, dtype, self.profile)
         self.scheduler = Scheduler(self.config, self.tables, num_layers, self.cache, grid)
         keep_gates = self.cache is not None and self.config.reuse_generated
         coordinator = make_coordinator(self.config.coordination, model.config, dtype, device, self.profile)
@@ -294,14 +290,17 @@ class Engine:
         token_ids = [r.output[r.replayed] for r in decodes]
         logits, owners = self.executor.run(decodes, token_ids, plan)
         self.tables.context[[r.slot for r in decodes]] += 1
-        for request in decodes:
+        rows: list[int] = []  # of the logits, and whose they are
+        sampling: list[Request] = []
+        for i, request in enumerate(decodes):
             request.replayed += 1
             constant, per_token = request.decode_flops
             self.metrics.decode_flops += constant + per_token * (len(request.prompt) + request.replayed)
+            # a preempted request computes its old tokens again; it samples when it has caught up
+            if request.replayed == len(request.output):
+                rows.append(i)
+                sampling.append(request)
         self.metrics.decode_steps += len(decodes)
-        # a preempted request computes its old tokens again; it samples when it has caught up
-        rows = [i for i, r in enumerate(decodes) if r.replayed == len(r.output)]
-        sampling = [decodes[i] for i in rows]
         for i, request in enumerate(owners[len(decodes) :], start=len(decodes)):
             if request.continuation:
                 self._score_row(request, logits[i])
@@ -323,6 +322,7 @@ class Engine:
         request.prefill = None
         self.tables.drop_scratch(request.slot)
         self.tables.context[request.slot] = len(request.prompt)
+        request.layout, request.margins = tuple(request.routes), tuple(request.gate_margins)
         request.decode_flops = decode_flops(self.model_config, request.routes)
         if not request.output:  # not when a preempted request computes its prompt again
             self.metrics.prompt_tokens += len(request.prompt)
@@ -352,45 +352,8 @@ class Engine:
         return samples
 
     def _publish_prompt(self, request: Request) -> None:
-        """What the prompt has computed goes into the context cache, and what it took from there is counted."""
-        progress, cache = request.progress, self.cache
-        if cache is None or progress.reuse is None:
-            return
-        reuse, lowest = progress.reuse, progress.lowest
-        request.cached_tokens, request.reused_layers = int(lowest.min()), progress.reused_layers
-        request.saved_token_layers = int(lowest.sum())
-        hit = progress.reused_layers > 0
-        cache.stats.count(lowest, len(request.prompt), reuse.length, progress.computed, hit)
-        if reuse.length:
-            cache.count_parting(reuse.node, request.routes)
-        node = cache.insert(request.tokens)
-        tables = self.tables.kv_pages[:, request.slot]
-        cache.publish(node, request.routes, tables, progress.z, reuse.captures, reuse.clock, reuse.length)
-        reuse.close()
-        progress.reuse = None
-        if self.executor.gate_table is not None:
-            request.gate_rows = progress.z
-
-    def _publish_generated(self, request: Request) -> None:
-        """Prompt and answer of a request that has ended, for the next turn. The last token has not been computed."""
-        assert self.cache is not None
-        slot, length = request.slot, len(request.prompt) + len(request.output) - 1
-        if self.tables.context[slot] != length or length == len(request.prompt):
-            return
-        captures = Captures()
-        for layer_idx, route in enumerate(request.routes):
-            if route == SSM:
-                parts = self.tables.state_pages[layer_idx, slot], self.tables.conv_pages[layer_idx, slot]
-                captures.states[layer_idx] = {length: np.concatenate(parts)}
-        generated = self.executor.gate_table
-        gates = {}
-        if generated is not None:
-            count = length - len(request.prompt)
-            gates = {i: torch.cat([z, generated[slot, :count, i]]) for i, z in request.gate_rows.items()}
-        tokens = np.array([*request.prompt, *request.output[:-1]], dtype=np.int32)
-        node = self.cache.insert(tokens)
-        tables = self.tables.kv_pages[:, slot]
-        self.cache.publish(node, request.routes, tables, gates, captures, self.cache.clock, length)
+        if self.cache is not None:
+            publish_prompt(self.cache, self.tables, request, self.executor.gate_table is not None)
 
     def _score_row(self, request: Request, logits: Tensor) -> None:
         token = request.continuation[len(request.scores)]
@@ -402,7 +365,7 @@ class Engine:
     def _leave(self, request: Request, reason: str, now_us: float) -> None:
         """A request ends: its memory is free, and what it computed stays in the cache alone."""
         if self.cache is not None and self.config.reuse_generated and reason in ("stop", "length"):
-            self._publish_generated(request)
+            publish_answer(self.cache, self.tables, request, self.executor.gate_table)
         del self._requests[request.request_id, request.sample]
         self.scheduler.finish(request)
         self.metrics.record_finished(request, reason, now_us)
@@ -410,6 +373,7 @@ class Engine:
     def _emit(self, requests: list[Request], sampled: SampledTokens) -> list[RequestOutput]:
         """Append the sampled tokens, end what has ended, and report."""
         now = _now_us()
+        self.metrics.generated_tokens += len(requests) - len(sampled.errors)
         outputs = []
         for row, request in enumerate(requests):
             error = sampled.errors.get(row)
@@ -419,7 +383,6 @@ class Engine:
                 token = sampled.token_ids[row]
                 new_tokens = [token]
                 request.output.append(token)
-                self.metrics.generated_tokens += 1
                 if request.first_token_at_us is None:
                     request.first_token_at_us = now
                 reason, error = self._finish_reason(request)
@@ -428,10 +391,11 @@ class Engine:
                     request_id=request.request_id,
                     sample=request.sample,
                     new_token_ids=new_tokens,
-                    token_ids=list(request.output),
+                    num_tokens=len(request.output),
+                    _output=request.output,
                     finish_reason=reason,
-                    layout=tuple(request.routes),
-                    gate_margins=tuple(request.gate_margins),
+                    layout=request.layout,
+                    gate_margins=request.margins,
                     prompt_tokens=len(request.prompt),
                     logprobs=sampled.logprobs_of(row),
                     logits=sampled.logits_of(row),
@@ -478,37 +442,6 @@ def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
         return config.memory_bytes
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(free * config.memory_fraction)
-
-
-def _make_cache(
-    config: EngineConfig,
-    pool: PagePool,
-    model_config: FlexHybridConfig,
-    dtype: torch.dtype,
-    profile: BranchProfile | None,
-) -> ContextCache | None:
-    """The context cache, or None where it is off. Raises ValueError where it would be larger than the pool.
-
-    profile: tells what reuse saves; without one that is estimated.
-    """
-    if config.context_cache is None:
-        return None
-    page_bytes = pool.layout.page_bytes
-    if config.cache_bytes is not None and config.cache_bytes > pool.num_pages * page_bytes:
-        raise ValueError(
-            f"cache_bytes={config.cache_bytes} is larger than the page pool, {pool.num_pages * page_bytes} bytes: "
-            "lower it, leave it out for all that is free, or raise memory_bytes"
-        )
-    capacity = pool.num_pages if config.cache_bytes is None else config.cache_bytes // page_bytes
-    if capacity < pool.layout.entry_pages and "attention" not in model_config.layer_routes:
-        warnings.warn(
-            f"cache_bytes={config.cache_bytes} holds no SSM state ({pool.layout.entry_pages * page_bytes} bytes): "
-            "the context cache can never hit",
-            stacklevel=3,
-        )
-    cost_model = CostModel(model_config, dtype, DeviceSpeed.nominal(), profile)
-    choices = config.context_cache, config.cache_entries, config.cache_eviction
-    return ContextCache(pool, cost_model, *choices, capacity, config.check_integrity)
 
 
 def _now_us() -> float:

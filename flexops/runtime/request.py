@@ -75,6 +75,13 @@ class SamplingParams:
         require(all(self.stop_strings), "stop_strings", "non-empty texts")
         require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "None or from 0 to 20")
 
+    @cached_property
+    def takes_argmax(self) -> bool:
+        """Whether tokens are the argmax of the model's logits and nothing is reported beside them."""
+        changed = self.temperature or self.repetition_penalty != 1 or self.presence_penalty or self.min_new_tokens
+        reported = self.logprobs is not None or self.keep_logits or self.keep_scores
+        return not (changed or reported or self.logits_processors)
+
 
 class Status(Enum):
     """Where a request stands."""
@@ -85,11 +92,12 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
-    """What one step gave for one request.
+    """What one step gave for one request. Made once per token, so it is not frozen, which takes four times as long.
 
-    sample: which of the request's n samples.  new_token_ids: the tokens of this step.  token_ids: all so far.
+    sample: which of the request's n samples.  new_token_ids: the tokens of this step.  num_tokens: how many with those
+    before.  token_ids: all of them.
     finish_reason: "stop", "length" or "error" (then `error` says what the request's own code raised); None while it
     runs.  layout: the routes of all layers.  gate_margins: |p_attn - p_ssm| per layer, 1.0 where the route was given.
     logprobs: per new token, {token id: log-probability}.  logits, scores: per new token [vocab] fp32, where asked.
@@ -101,7 +109,8 @@ class RequestOutput:
     request_id: int
     sample: int
     new_token_ids: list[int]
-    token_ids: list[int]
+    num_tokens: int
+    _output: list[int] = field(repr=False)  # the request's own list, which only grows
     finish_reason: str | None
     layout: tuple[int, ...]
     gate_margins: tuple[float, ...]
@@ -114,6 +123,11 @@ class RequestOutput:
     cached_tokens: int = 0
     reused_layers: int = 0
     saved_token_layers: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far, a new list each time."""
+        return self._output[: self.num_tokens]
 
     @property
     def finished(self) -> bool:
@@ -184,6 +198,8 @@ class Request:
     replayed: int = 0  # output tokens whose rows are in the caches again; lags behind output after a preemption
     prefill: PrefillProgress | None = None
     slot: int = -1  # row of the engine's tables while it holds memory
+    layout: tuple[int, ...] = ()  # routes and margins as outputs report them, once the prompt has passed all layers
+    margins: tuple[float, ...] = ()
     first_token_at_us: float | None = None
     decode_flops: tuple[float, float] = (0.0, 0.0)  # of a step: a constant, and per token of context
     forks_left: int = 0  # samples that still have to be split off at the end of the prefill

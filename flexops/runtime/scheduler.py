@@ -184,6 +184,8 @@ class Scheduler:
         if not decodes:
             return []
         growing = self.tables.growth(np.array([r.slot for r in decodes]))
+        if not growing.any():
+            return decodes
         for request, pages in zip(decodes, growing.tolist(), strict=True):
             if not pages or request.status is not Status.DECODE:
                 continue

@@ -85,8 +85,11 @@ class RequestTables:
 
     def growth(self, slots: np.ndarray) -> np.ndarray:
         """Pages that each slot needs before its next token is appended."""
-        full = self.context[slots] % self.layout.page_tokens == 0
-        return np.where(full, (self.routes[:, slots] == ATTENTION).sum(0), 0)
+        needed = np.zeros(len(slots), dtype=np.int64)
+        full = np.flatnonzero(self.context[slots] % self.layout.page_tokens == 0)
+        if len(full):
+            needed[full] = (self.routes[:, slots[full]] == ATTENTION).sum(0)
+        return needed
 
     def grow(self, slot: int) -> None:
         """The next page for every attention layer of the slot. Raises PoolExhausted and then has changed nothing."""

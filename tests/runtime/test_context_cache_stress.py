@@ -17,6 +17,7 @@ MODES: list[dict[str, object]] = [
     {"context_cache": "conventional"},
     {"cache_bytes": 20 * 2048},
 ]
+LEAST_HITS = [200, 200, 180, 80, 60]  # of some 750 requests in each mode; about half of what was found
 
 
 class Traffic:
@@ -113,9 +114,13 @@ def test_random_traffic(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 160))
-def test_more_random_traffic(seed: int) -> None:
-    traffic = Traffic(seed)
-    traffic.live_through(150)
-    rarely_hits = seed % len(MODES) in (3, 4)  # whole layouts only, or room for a prompt or two
-    assert traffic.finished >= 30 and traffic.hits >= (0 if rarely_hits else 5)
+@pytest.mark.parametrize("mode", range(len(MODES)))
+def test_more_random_traffic(mode: int) -> None:
+    """Hits are counted over all seeds of a mode: one alone may draw requests that have little in common."""
+    hits = 0
+    for seed in range(100 + mode, 160, len(MODES)):
+        traffic = Traffic(seed)
+        traffic.live_through(150)
+        assert traffic.finished >= 30, seed
+        hits += traffic.hits
+    assert hits >= LEAST_HITS[mode]

@@ -245,6 +245,15 @@ def test_score_is_the_log_probability_under_the_prompts_layout(dtype):
         engine.score(prompt, ())
 
 
+def test_an_output_keeps_the_tokens_it_had():
+    outputs = list(small_engine(model_of()).stream((9, 9, 9), SamplingParams(max_new_tokens=6)))
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    assert [output.num_tokens for output in outputs] == [1, 2, 3, 4, 5, 6]
+    assert [output.token_ids for output in outputs] == [tokens[:n] for n in range(1, 7)]
+    outputs[0].token_ids.clear()  # the caller's own list
+    assert outputs[0].token_ids == tokens[:1]
+
+
 def test_score_and_stream_lose_nothing_of_others():
     model = model_of()
     asked = random_requests(model, 3, seed=8)
