@@ -114,8 +114,12 @@ class _Arguments:
         return _ALL if self.is_double else _LOW
 
     def _refuse(self, name: str, x: Tensor, allowed: str) -> None:
-        got = f"shape {list(x.shape)}, strides {list(x.stride())}, dtype {_dtype(x.dtype)}, device {x.device}"
-        raise ValueError(f"{name}: got {got}; allowed: {allowed}")
+        raise ValueError(f"{name}: got {describe(x)}; allowed: {allowed}")
+
+
+def describe(x: Tensor) -> str:
+    """What a tensor is, for messages."""
+    return f"shape {list(x.shape)}, strides {list(x.stride())}, dtype {_dtype(x.dtype)}, device {x.device}"
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -284,10 +288,11 @@ def paged_attention(
     if max_query_len < longest:
         raise ValueError(f"max_query_len: got {max_query_len}; allowed: at least the longest query, {longest}")
     for r, (context, query) in enumerate(zip(context_lens.tolist(), query_lens.tolist(), strict=True)):
-        if query and not query <= context <= page_table.shape[1] * page_tokens:
+        padding = query == 1 and context == 0
+        if query and not padding and not query <= context <= page_table.shape[1] * page_tokens:
             raise ValueError(
                 f"context_lens: request {r} has {context}; allowed: from its {query} queries to the "
-                f"{page_table.shape[1]} pages of {page_tokens} tokens in page_table"
+                f"{page_table.shape[1]} pages of {page_tokens} tokens in page_table, or 0 for one query of padding"
             )
     first_token = torch.arange(0, page_table.shape[1] * page_tokens, page_tokens, device=q.device)
     used = (first_token < context_lens.unsqueeze(-1)) & (query_lens > 0).unsqueeze(-1)
