@@ -22,12 +22,10 @@ import sys
 
 from torch import Tensor
 
-from . import checks, face, reference, training
+from . import checks, face, reference, results, training
 from .dispatch import backend
-from .face import records_gradient, refuse_gradient, rows, rows_back, run, without_cache, without_out
 from .library import OPS, raw
 from .reference import ATTENTION, GATE_TILE, SSM
-from .results import check_given
 
 __all__ = [
     "ATTENTION",
@@ -71,10 +69,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns [..., D] x dtype, new. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the RMSNorm of §4.
     """
-    if records_gradient(x, weight):
-        checks.rms_norm(rows(x), weight, eps)
+    if face.records_gradient(x, weight):
+        checks.rms_norm(face.rows(x), weight, eps)
         return reference.rms_norm(x, weight, eps)
-    return rows_back(OPS.rms_norm(rows(x), weight, eps), x)
+    return face.rows_back(OPS.rms_norm(face.rows(x), weight, eps), x)
 
 
 def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -86,14 +84,14 @@ def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     Returns out. Computes in fp32. Differentiable.
     Raises ValueError. Implements the FFN's activation of §4.
     """
-    if records_gradient(gate, up):
-        without_out("silu_mul", out)
-        checks.silu_mul(rows(gate), rows(up))
+    if face.records_gradient(gate, up):
+        face.without_out("silu_mul", out)
+        checks.silu_mul(face.rows(gate), face.rows(up))
         return reference.silu_mul(gate, up)
     if out is None:
-        return rows_back(OPS.silu_mul(rows(gate), rows(up)), gate)
-    check_given("silu_mul", (gate, up), (out,))  # before leading dims are joined, which may copy
-    run("silu_mul", (rows(gate), rows(up)), rows(out))
+        return face.rows_back(OPS.silu_mul(face.rows(gate), face.rows(up)), gate)
+    results.check_given("silu_mul", (gate, up), (out,))  # before leading dims are joined, which may copy
+    face.run("silu_mul", (face.rows(gate), face.rows(up)), face.rows(out))
     return out
 
 
@@ -110,11 +108,11 @@ def gated_rms_norm(
     Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if records_gradient(x, gate, weight):
-        without_out("gated_rms_norm", out)
+    if face.records_gradient(x, gate, weight):
+        face.without_out("gated_rms_norm", out)
         checks.gated_rms_norm(x, gate, weight, eps, n_groups)
         return reference.gated_rms_norm(x, gate, weight, eps, n_groups)
-    return run("gated_rms_norm", (x, gate, weight, eps, n_groups), out)
+    return face.run("gated_rms_norm", (x, gate, weight, eps, n_groups), out)
 
 
 def finish_gated_norm(
@@ -130,11 +128,11 @@ def finish_gated_norm(
     Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if records_gradient(x, sum_squares, weight):
-        without_out("finish_gated_norm", out)
+    if face.records_gradient(x, sum_squares, weight):
+        face.without_out("finish_gated_norm", out)
         checks.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
         return reference.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
-    return run("finish_gated_norm", (x, sum_squares, weight, eps, n_groups), out)
+    return face.run("finish_gated_norm", (x, sum_squares, weight, eps, n_groups), out)
 
 
 # --- gate -----------------------------------------------------------------------------------------------------
@@ -158,11 +156,11 @@ def gate_pool(
     Returns out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the gate's input of §4.
     """
-    refuse_gradient(
+    face.refuse_gradient(
         "gate_pool", "torch.no_grad(), or residual + delta, rms_norm and a matmul", residual=residual, delta=delta,
         weight=weight, w1=w1,
     )  # fmt: skip
-    return run("gate_pool", (residual, delta, weight, eps, w1), out)
+    return face.run("gate_pool", (residual, delta, weight, eps, w1), out)
 
 
 def gate_route(
@@ -178,7 +176,7 @@ def gate_route(
     Accumulates in fp32 in tiles of GATE_TILE rows: the same prompt gives the same bits in any batch.
     Raises ValueError. Implements Eq. 3 without noise and the top-1 choice of §4.
     """
-    if records_gradient(z, b1, w2, b2, bias):
+    if face.records_gradient(z, b1, w2, b2, bias):
         checks.gate_route(z, cu_seqlens, b1, w2, b2, bias)
         return reference.gate_route(z, cu_seqlens, b1, w2, b2, bias)
     return OPS.gate_route(z, cu_seqlens, b1, w2, b2, bias)
@@ -196,9 +194,9 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     Returns out. Differentiable on every backend.
     Raises ValueError. Implements the split of §5.1.
     """
-    if records_gradient(x):
-        without_out("gather_rows", out)
-    return run("gather_rows", (x, index), out)
+    if face.records_gradient(x):
+        face.without_out("gather_rows", out)
+    return face.run("gather_rows", (x, index), out)
 
 
 def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
@@ -210,7 +208,7 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
     Returns out. Differentiable on every backend: rows that were overwritten get no gradient.
     Raises ValueError. Implements the merge of §5.1.
     """
-    if records_gradient(out, x):
+    if face.records_gradient(out, x):
         if out.requires_grad and out.is_leaf:
             raise ValueError("out: a leaf that requires a gradient cannot be written in place; allowed: out.clone()")
         return out.copy_(OPS.scattered_rows(out, x, index))
@@ -232,11 +230,11 @@ def split_norm(
     Returns u = out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the split of §5.1.
     """
-    refuse_gradient(
+    face.refuse_gradient(
         "split_norm", "torch.no_grad(), or residual + delta, gather_rows and rms_norm", residual=residual,
         delta=delta, weight=weight,
     )  # fmt: skip
-    return run("split_norm", (residual, delta, weight, eps, order), out)
+    return face.run("split_norm", (residual, delta, weight, eps, order), out)
 
 
 def merge_norm(
@@ -258,11 +256,11 @@ def merge_norm(
     Returns u = out, the input of the FFN. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the merge of §5.1.
     """
-    refuse_gradient(
+    face.refuse_gradient(
         "merge_norm", "torch.no_grad(), or gather_rows, an addition and rms_norm", residual=residual,
         y_attention=y_attention, y_ssm=y_ssm, weight=weight,
     )  # fmt: skip
-    return run("merge_norm", (residual, y_attention, y_ssm, inverse, weight, eps), out)
+    return face.run("merge_norm", (residual, y_attention, y_ssm, inverse, weight, eps), out)
 
 
 # --- attention ------------------------------------------------------------------------------------------------
@@ -277,7 +275,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     Returns [T, heads, d] x dtype, new. Computes in fp32. Differentiable.
     Raises ValueError. Implements the position encoding before Eq. 1.
     """
-    if records_gradient(x, cos_sin):
+    if face.records_gradient(x, cos_sin):
         checks.apply_rope(x, cos_sin, positions)
         return reference.apply_rope(x, cos_sin, positions)
     return OPS.apply_rope(x, cos_sin, positions)
@@ -304,8 +302,8 @@ def append_kv(
     Returns out, the rotated q. Computes in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the KV cache of Eq. 1.
     """
-    refuse_gradient("append_kv", "torch.no_grad(), or apply_rope and varlen_attention", q=q, k=k, v=v)
-    return run("append_kv", (q, k, v, cos_sin, positions, kv_cache, slot_mapping), out)
+    face.refuse_gradient("append_kv", "torch.no_grad(), or apply_rope and varlen_attention", q=q, k=k, v=v)
+    return face.run("append_kv", (q, k, v, cos_sin, positions, kv_cache, slot_mapping), out)
 
 
 def attention_workspace(q: Tensor, kv_cache: Tensor, page_table: Tensor) -> int:
@@ -341,9 +339,9 @@ def paged_attention(
     Returns out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements Eq. 1.
     """
-    refuse_gradient("paged_attention", "torch.no_grad(), or varlen_attention", q=q, kv_cache=kv_cache)
+    face.refuse_gradient("paged_attention", "torch.no_grad(), or varlen_attention", q=q, kv_cache=kv_cache)
     arguments = (q, kv_cache, page_table, cu_seqlens, context_lens, scale, max_query_len)
-    return run("paged_attention", arguments, out, workspace)
+    return face.run("paged_attention", arguments, out, workspace)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -390,11 +388,11 @@ def causal_conv1d(
     Returns out. Accumulates in fp32. Differentiable without a cache.
     Raises ValueError. Implements the short convolution before Eq. 2.
     """
-    if not records_gradient(x, weight, bias):
+    if not face.records_gradient(x, weight, bias):
         caches = (conv_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages)
-        return run("causal_conv1d", (x, weight, bias, cu_seqlens, seq_starts, *caches), out)
-    without_out("causal_conv1d", out)
-    without_cache("causal_conv1d", conv_cache)
+        return face.run("causal_conv1d", (x, weight, bias, cu_seqlens, seq_starts, *caches), out)
+    face.without_out("causal_conv1d", out)
+    face.without_cache("causal_conv1d", conv_cache)
     checks.causal_conv1d(x, weight, bias, cu_seqlens, seq_starts)
     return training.causal_conv1d(x, weight, bias, cu_seqlens)
 
@@ -435,12 +433,12 @@ def ssd_scan(
     Returns y = out. Accumulates in fp32. Differentiable without a cache.
     Raises ValueError. Implements Eq. 2.
     """
-    if not records_gradient(x, dt, A_log, B, C, D, dt_bias):
+    if not face.records_gradient(x, dt, A_log, B, C, D, dt_bias):
         caches = (state_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages)
         sequences = (cu_seqlens, seq_starts, chunk_size)
-        return run("ssd_scan", (x, dt, A_log, B, C, D, dt_bias, *sequences, *caches), out)
-    without_out("ssd_scan", out)
-    without_cache("ssd_scan", state_cache)
+        return face.run("ssd_scan", (x, dt, A_log, B, C, D, dt_bias, *sequences, *caches), out)
+    face.without_out("ssd_scan", out)
+    face.without_cache("ssd_scan", state_cache)
     checks.ssd_scan(x, dt, A_log, B, C, D, dt_bias, cu_seqlens, seq_starts, chunk_size)
     return training.ssd_scan(x, dt, A_log, B, C, D, dt_bias, cu_seqlens, chunk_size)
 
@@ -477,13 +475,13 @@ def state_update(
     Returns out: y * silu(z) and the sums of its squares per head; `finish_gated_norm` takes both. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements Eq. 2 for one token.
     """
-    refuse_gradient(
+    face.refuse_gradient(
         "state_update", "torch.no_grad(), or causal_conv1d and ssd_scan", xBC=xBC, z=z, dt=dt, conv_weight=conv_weight,
         conv_bias=conv_bias, A_log=A_log, D=D, dt_bias=dt_bias, state_cache=state_cache,
     )  # fmt: skip
     ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
     caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
-    return run("state_update", (*ssm, *caches), out)
+    return face.run("state_update", (*ssm, *caches), out)
 
 
 def decode_branches(
@@ -523,7 +521,7 @@ def decode_branches(
     Returns out, with the bits that the two operators give. On a GPU one grid computes both. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the concurrent branches of §5.2 for decodes.
     """
-    refuse_gradient(
+    face.refuse_gradient(
         "decode_branches", "torch.no_grad(), or varlen_attention, causal_conv1d and ssd_scan", q=q, kv_cache=kv_cache,
         xBC=xBC, z=z, dt=dt, conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log, D=D, dt_bias=dt_bias,
         state_cache=state_cache,
@@ -531,4 +529,4 @@ def decode_branches(
     attention = (q, kv_cache, page_table, context_lens, scale)
     ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
     caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
-    return run("decode_branches", (*attention, *ssm, *caches), out, workspace)
+    return face.run("decode_branches", (*attention, *ssm, *caches), out, workspace)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .tensors import describe, dtype_name, rows_contiguous
+
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = (*_LOW, torch.float64)
 _INT32, _INT64, _INDEX = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)
@@ -43,11 +45,11 @@ class _Arguments:
         if isinstance(dtypes, str):
             dtypes = self._dtypes(dtypes)
         if x.dtype not in dtypes:
-            self._refuse(name, x, "dtype " + " or ".join(map(_dtype, dtypes)))
+            self._refuse(name, x, "dtype " + " or ".join(map(dtype_name, dtypes)))
         if x.device != self.device:
             self._refuse(name, x, f"the device of {self.first}, {self.device}")
         loose = x.dim() > 1 and not dense
-        if not x.is_contiguous() and not (loose and _rows_contiguous(x)):
+        if not x.is_contiguous() and not (loose and rows_contiguous(x)):
             self._refuse(
                 name, x, "contiguous memory" + (", where only dim 0 may have a larger stride" if loose else "")
             )
@@ -115,25 +117,6 @@ class _Arguments:
 
     def _refuse(self, name: str, x: Tensor, allowed: str) -> None:
         raise ValueError(f"{name}: got {describe(x)}; allowed: {allowed}")
-
-
-def describe(x: Tensor) -> str:
-    """What a tensor is, for messages."""
-    return f"shape {list(x.shape)}, strides {list(x.stride())}, dtype {_dtype(x.dtype)}, device {x.device}"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _rows_contiguous(x: Tensor) -> bool:
-    """Contiguous but for dim 0, whose rows do not overlap."""
-    size = 1
-    for length, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
-        if length != 1 and stride != size:
-            return x.numel() == 0
-        size *= length
-    return x.shape[0] <= 1 or x.stride(0) >= size
 
 
 # --- norms and activation -------------------------------------------------------------------------------------

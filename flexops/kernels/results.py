@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .checks import describe
+from .tensors import describe, dtype_name
 
 Result = tuple[Sequence[int], torch.dtype]
 
@@ -77,7 +77,7 @@ def check_given(operator: str, arguments: tuple, out: Sequence[Tensor]) -> None:
         right = given.shape == torch.Size(shape) and given.dtype == dtype and given.device == device
         if not (right and given.is_contiguous()):
             name = "out" if len(expected) == 1 else f"out[{i}]"
-            allowed = f"contiguous memory of shape {list(shape)}, dtype {str(dtype).removeprefix('torch.')}"
+            allowed = f"contiguous memory of shape {list(shape)}, dtype {dtype_name(dtype)}"
             raise ValueError(
                 f"{name}: got {describe(given)}; allowed: {allowed}, device {device}, "
                 "or None for memory of the operator's own"

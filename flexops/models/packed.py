@@ -104,9 +104,10 @@ class PackedAttention:
 
     def room(self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType) -> AttentionRoom:
         """New memory for `attend`."""
-        n = batch.num_decodes
-        parts = ((q[:n], batch.page_table[:n]), (q[n:], batch.page_table[n:]))
-        numbers = max(ops.attention_workspace(rows, kv_cache, table) if len(table) else 0 for rows, table in parts)
+        n, table = batch.num_decodes, batch.page_table
+        numbers = ops.attention_workspace(q[:n], kv_cache, table[:n]) if n else 0
+        if batch.prefill_cu_seqlens is not None:
+            numbers = max(numbers, ops.attention_workspace(q[n:], kv_cache, table[n:]))
         workspace = torch.empty(numbers, dtype=torch.float32, device=q.device) if numbers else None
         return AttentionRoom(torch.empty(q.shape, dtype=q.dtype, device=q.device), workspace)
 

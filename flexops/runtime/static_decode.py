@@ -282,8 +282,8 @@ class StaticDecode:
 class StaticDecoder:
     """Runs steps of decodes in the bucket that they need; each is made when first needed, and kept.
 
-    Buckets of as many rows share what passes between operators, so that all together hold about twice the rows and
-    index tensors of the largest.
+    Buckets of as many rows share what passes between the operators. As sizes are powers of two, that takes at most
+    twice the memory of the largest, and index tensors and the workspace of attention at most four times.
     """
 
     def __init__(
