@@ -201,7 +201,7 @@ class StaticDecode:
     def fill(
         self, tables: RequestTables, slots: np.ndarray, token_ids: list[int], numbers: list[int], gate_tokens: int
     ) -> None:
-        """Write the index tensors on the host: int64 [n] slots, n <= size, and the token that each appends.
+        """Write the index tensors and send them: int64 [n] slots, n <= size, and the token that each appends.
 
         numbers: where in a slot of the gate table, of `gate_tokens` rows, each gate row goes; -1: nowhere.
         """
@@ -229,14 +229,14 @@ class StaticDecode:
             token = np.where(np.array(numbers) < 0, -1, slots * gate_tokens + numbers)
             rows = token * tables.num_layers + np.array(list(self.gates))[:, None]
             a["gate_rows"].reshape(-1, self.size)[:, :n] = np.where(token < 0, -1, rows)
+        self.index.send()
 
     def run(self, ops: ModuleType, gate_table: Tensor | None) -> Tensor:
-        """The step that was filled in: logits [size, vocab], which the next step overwrites.
+        """The step that was filled in, nothing but launches: logits [size, vocab], which the next step overwrites.
 
         gate_table: fp32 [slots, tokens, num_layers, gate_dim], written where gate rows are kept.
         """
         model, b, t = self.model, self.buffers, self.index.tensors
-        self.index.send()
         ops.gather_rows(model.embedding, t["ids"], b.h)
         delta: Tensor | None = None
         for layer_idx, layer in enumerate(model.layers):
