@@ -1,5 +1,7 @@
 """Results in memory of the caller: the bits of a call without it, what is refused, and what padding rows yield."""
 
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +13,7 @@ from flexops.kernels.library import TAKES_OUT
 from flexops.kernels.linear import PackedLinear
 from flexops.kernels.results import results
 from tests.kernels import inputs
-from tests.kernels.helpers import DTYPES, INTERPRETED, bits, launch_grids, triton_module, whole_storage
+from tests.kernels.helpers import DTYPES, INTERPRETED, bits, launch_grids, whole_storage
 
 CPU = torch.device("cpu")
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="no Triton on CPU tensors"))
@@ -147,7 +149,7 @@ def test_nothing_is_made_where_all_is_given(case, backend, monkeypatch):
     with kernels.backend(backend):
         ops = select(CPU)
     for file in TRITON_FILES if backend == "triton" else ():
-        launch_grids(monkeypatch, triton_module(file))
+        launch_grids(monkeypatch, importlib.import_module(f"flexops.kernels.{file}"))
     options = {"workspace": torch.empty(ops.attention_workspace(*arguments[:3]))} if case in ATTENTION else {}
     with _Made() as made:
         getattr(ops, name)(*arguments, out=out, **options)
