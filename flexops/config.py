@@ -155,8 +155,8 @@ class EngineConfig:
     on every CPU. Never changes a result.
     static_decode: steps of decodes alone make the same launches on the same memory, whatever the layouts and contexts
     of their requests: batches and page tables are filled up to powers of two, and both branches of a layer run over
-    all rows. CUDA graphs need that; there are none yet. Every row passes the projections of both branches, and a CPU does
-    not record its steps, which is faster there. On a CPU it never changes a result.
+    all rows. CUDA graphs need that; there are none yet. It costs the projections of both branches for every row, and on
+    a CPU the recording of steps, which is faster there. On a CPU it never changes a result.
     profile: a file that `flexops profile` wrote: what the parts of a layer take on this device, for coordination and
     the context cache's choice of what to keep. None takes the one beside the model, or in the user's cache folder;
     without any, costs are estimated. Never changes a result.
