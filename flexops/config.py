@@ -153,6 +153,10 @@ class EngineConfig:
     coordination: both branches of a layer at once on a GPU (§5.2). True: partitioned SMs where the predicted gain beats
     fork and join, and one launch for decodes; "streams": two plain streams; False: one after the other (ablation), as
     on every CPU. Never changes a result.
+    static_decode: steps of decodes alone make the same launches on the same memory, whatever the layouts and contexts
+    of their requests: batches and page tables are filled up to powers of two, and both branches of a layer run over
+    all rows. CUDA graphs need that; there are none yet. It costs the projections of both branches for every row, and on
+    a CPU the recording of steps, which is faster there. On a CPU it never changes a result.
     profile: a file that `flexops profile` wrote: what the parts of a layer take on this device, for coordination and
     the context cache's choice of what to keep. None takes the one beside the model, or in the user's cache folder;
     without any, costs are estimated. Never changes a result.
@@ -176,6 +180,7 @@ class EngineConfig:
     max_model_len: int | None = None
     selective_batching: bool = True
     coordination: bool | str = True
+    static_decode: bool = False
     profile: str | Path | None = None
     context_cache: Literal["hybrid", "conventional"] | None = "hybrid"
     cache_entries: Literal["auto", "paper"] = "auto"
@@ -192,6 +197,8 @@ class EngineConfig:
             raise ValueError(f"decode_slowdown={self.decode_slowdown} must be above 1, or None for no limit")
         if self.coordination not in (True, False, "streams"):
             raise ValueError(f"coordination={self.coordination!r} must be True, False or 'streams'")
+        if not isinstance(self.static_decode, bool):
+            raise ValueError(f"static_decode={self.static_decode!r} must be True or False")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be positive, or None for a share of the memory")
         choices = {

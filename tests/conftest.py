@@ -3,6 +3,7 @@
 Tests of anything but the kernels run as users do on such a machine: without the interpreter, in the CPU forms.
 """
 
+import importlib
 import importlib.util
 import os
 
@@ -19,6 +20,8 @@ if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INT
     from tests import triton_interpreter
 
     triton_interpreter.install()
+    # here, where the interpreter is on: which test imports the kernels first must not matter
+    importlib.import_module("flexops.kernels.triton_backend")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ C conv channels; K conv width; E gate dim. -1 in a table of rows or pages means 
 Activations are fp32, bf16 or fp16 ("x dtype" below), weights any of these, SSM states fp32; sums are taken in fp32 and
 results rounded once. fp64 runs the definition in `reference.py`, with everything in fp64. Memory must be contiguous,
 but dim 0 may have a larger stride: slices of a fused projection and pages of one pool are passed as they are.
+`out` is memory for an operator's results, written and returned: contiguous, of their shape and dtype, and not memory of
+another argument. None makes new memory.
 Every operator raises ValueError, with the argument's name and what is allowed, before it writes anything: for a wrong
 shape, dtype, device or stride, and for an index out of range, or named twice where it is written (on the CPU; elsewhere
 where FLEXOPS_DEBUG=1). On several GPUs, an operator runs on that of its tensors, whichever is current.
@@ -17,14 +19,12 @@ different dtypes that are views of one buffer.
 """
 
 import sys
-from types import ModuleType
 
-import torch
 from torch import Tensor
 
-from . import checks, reference, training
+from . import checks, face, reference, results, training
 from .dispatch import backend
-from .library import OPS
+from .library import OPS, raw
 from .reference import ATTENTION, GATE_TILE, SSM
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "SSM",
     "append_kv",
     "apply_rope",
+    "attention_workspace",
     "backend",
     "causal_conv1d",
     "decode_branches",
@@ -53,40 +54,7 @@ __all__ = [
 ]
 
 
-class _Face(ModuleType):
-    """This module. Importing a Triton file, such as ssd_scan.py, would put that file where its operator stands."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (isinstance(value, ModuleType) and name in __all__):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
-
-
-def _records_gradient(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
-
-
-def _refuse_gradient(operator: str, remedy: str, **tensors: Tensor | None) -> None:
-    """Refuse where autograd would miss what an in-place operator does."""
-    for name, t in tensors.items():
-        if t is not None and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: requires a gradient, which {operator} does not give; allowed: {remedy}")
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [..., D] as [T, D]."""
-    return x.flatten(0, -2) if x.dim() > 2 else x
-
-
-def _rows_back(y: Tensor, x: Tensor) -> Tensor:
-    """The inverse of `_rows`, for a result with the shape of x."""
-    return y.view(x.shape) if x.dim() > 2 else y
+sys.modules[__name__].__class__ = face.module_that_keeps(__all__)
 
 
 # --- norms and activation -------------------------------------------------------------------------------------
@@ -101,76 +69,98 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns [..., D] x dtype, new. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the RMSNorm of §4.
     """
-    if _records_gradient(x, weight):
-        checks.rms_norm(_rows(x), weight, eps)
+    if face.records_gradient(x, weight):
+        checks.rms_norm(face.rows(x), weight, eps)
         return reference.rms_norm(x, weight, eps)
-    return _rows_back(OPS.rms_norm(_rows(x), weight, eps), x)
+    return face.rows_back(OPS.rms_norm(face.rows(x), weight, eps), x)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """The SwiGLU activation silu(gate) * up, elementwise.
 
     gate: [..., F] x dtype, read.
     up: [..., F] x dtype, read; the same shape.
-    Returns [..., F] x dtype, new. Computes in fp32. Differentiable.
+    out: [..., F] x dtype or None, written.
+    Returns out. Computes in fp32. Differentiable.
     Raises ValueError. Implements the FFN's activation of §4.
     """
-    if _records_gradient(gate, up):
-        checks.silu_mul(_rows(gate), _rows(up))
+    if face.records_gradient(gate, up):
+        face.without_out("silu_mul", out)
+        checks.silu_mul(face.rows(gate), face.rows(up))
         return reference.silu_mul(gate, up)
-    return _rows_back(OPS.silu_mul(_rows(gate), _rows(up)), gate)
+    if out is None:
+        return face.rows_back(OPS.silu_mul(face.rows(gate), face.rows(up)), gate)
+    results.check_given("silu_mul", (gate, up), (out,))  # before leading dims are joined, which may copy
+    face.run("silu_mul", (face.rows(gate), face.rows(up)), face.rows(out))
+    return out
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """Mamba-2's output norm: RMSNorm of x * silu(gate), each of the n_groups slices of a row on its own.
 
     x: [T, D] x dtype, read.
     gate: [T, D] x dtype or None (no gate), read.
     weight: [D] float, read.
     eps: added to the mean square.  n_groups: slices of a row, a divisor of D.
-    Returns [T, D] x dtype, new. Accumulates in fp32. Differentiable.
+    out: [T, D] x dtype or None, written.
+    Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if _records_gradient(x, gate, weight):
+    if face.records_gradient(x, gate, weight):
+        face.without_out("gated_rms_norm", out)
         checks.gated_rms_norm(x, gate, weight, eps, n_groups)
         return reference.gated_rms_norm(x, gate, weight, eps, n_groups)
-    return OPS.gated_rms_norm(x, gate, weight, eps, n_groups)
+    return face.run("gated_rms_norm", (x, gate, weight, eps, n_groups), out)
 
 
-def finish_gated_norm(x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def finish_gated_norm(
+    x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """The rest of `gated_rms_norm` after `state_update`, which leaves gated rows and their sums of squares.
 
     x: [T, H*P] x dtype, gated rows, read.
     sum_squares: [T, H] fp32, sums of squares of each head of a row, read.
     weight: [H*P] float, read.
     eps: added to the mean square.  n_groups: slices of a row, a divisor of H.
-    Returns [T, H*P] x dtype, new. Accumulates in fp32. Differentiable.
+    out: [T, H*P] x dtype or None, written.
+    Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if _records_gradient(x, sum_squares, weight):
+    if face.records_gradient(x, sum_squares, weight):
+        face.without_out("finish_gated_norm", out)
         checks.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
         return reference.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
-    return OPS.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
+    return face.run("finish_gated_norm", (x, sum_squares, weight, eps, n_groups), out)
 
 
 # --- gate -----------------------------------------------------------------------------------------------------
 
 
-def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor) -> tuple[Tensor, Tensor]:
+def gate_pool(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    w1: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Input of an adaptive layer: residual += delta, u = RMSNorm(residual), and the gate's rows z = u W1^T.
 
     residual: [T, D] x dtype, the residual stream, updated in place.
     delta: [T, D] x dtype or None, the output of the layer before, read.
     weight: [D] float, scale of the norm, read.  eps: added to the mean square.
     w1: [E, D] float, first matrix of the gate, read.
-    Returns u [T, D] x dtype and z [T, E] fp32, new. Accumulates in fp32.
+    out: u [T, D] x dtype and z [T, E] fp32, or None, written.
+    Returns out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the gate's input of §4.
     """
-    _refuse_gradient(
+    face.refuse_gradient(
         "gate_pool", "torch.no_grad(), or residual + delta, rms_norm and a matmul", residual=residual, delta=delta,
         weight=weight, w1=w1,
     )  # fmt: skip
-    return OPS.gate_pool(residual, delta, weight, eps, w1)
+    return face.run("gate_pool", (residual, delta, weight, eps, w1), out)
 
 
 def gate_route(
@@ -186,7 +176,7 @@ def gate_route(
     Accumulates in fp32 in tiles of GATE_TILE rows: the same prompt gives the same bits in any batch.
     Raises ValueError. Implements Eq. 3 without noise and the top-1 choice of §4.
     """
-    if _records_gradient(z, b1, w2, b2, bias):
+    if face.records_gradient(z, b1, w2, b2, bias):
         checks.gate_route(z, cu_seqlens, b1, w2, b2, bias)
         return reference.gate_route(z, cu_seqlens, b1, w2, b2, bias)
     return OPS.gate_route(z, cu_seqlens, b1, w2, b2, bias)
@@ -195,15 +185,18 @@ def gate_route(
 # --- split and merge ------------------------------------------------------------------------------------------
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """out[i] = x[index[i]]: packed rows to the compact rows of a branch.
 
     x: [T, D] x dtype, read.
     index: [M] int32 or int64, rows of x; -1 gives a zero row, read.
-    Returns [M, D] x dtype, new. Differentiable on every backend.
+    out: [M, D] x dtype or None, written.
+    Returns out. Differentiable on every backend.
     Raises ValueError. Implements the split of §5.1.
     """
-    return OPS.gather_rows(x, index)
+    if face.records_gradient(x):
+        face.without_out("gather_rows", out)
+    return face.run("gather_rows", (x, index), out)
 
 
 def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
@@ -215,7 +208,7 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
     Returns out. Differentiable on every backend: rows that were overwritten get no gradient.
     Raises ValueError. Implements the merge of §5.1.
     """
-    if _records_gradient(out, x):
+    if face.records_gradient(out, x):
         if out.requires_grad and out.is_leaf:
             raise ValueError("out: a leaf that requires a gradient cannot be written in place; allowed: out.clone()")
         return out.copy_(OPS.scattered_rows(out, x, index))
@@ -223,7 +216,9 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
+def split_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Layer input where the routes are known: residual += delta, u[i] = RMSNorm(residual[order[i]]).
 
     residual: [T, D] x dtype, the residual stream, rows named in order are updated in place.
@@ -231,18 +226,25 @@ def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     weight: [D] float, scale of the norm, read.  eps: added to the mean square.
     order: [M] int32, the packed row of each compact row (attention rows, then SSM rows), none twice; -1 gives a zero
         row; packed rows not named stay as they are, read.
-    Returns u [M, D] x dtype, new. Accumulates in fp32.
+    out: [M, D] x dtype or None, written.
+    Returns u = out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the split of §5.1.
     """
-    _refuse_gradient(
+    face.refuse_gradient(
         "split_norm", "torch.no_grad(), or residual + delta, gather_rows and rms_norm", residual=residual,
         delta=delta, weight=weight,
     )  # fmt: skip
-    return OPS.split_norm(residual, delta, weight, eps, order)
+    return face.run("split_norm", (residual, delta, weight, eps, order), out)
 
 
 def merge_norm(
-    residual: Tensor, y_attention: Tensor, y_ssm: Tensor, inverse: Tensor, weight: Tensor, eps: float
+    residual: Tensor,
+    y_attention: Tensor,
+    y_ssm: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """After the branches: residual[t] += y[inverse[t]], u = RMSNorm(residual).
 
@@ -250,14 +252,15 @@ def merge_norm(
     y_attention: [Ma, D], y_ssm: [Ms, D] x dtype, compact rows of the branches; y is the first, then the second, read.
     inverse: [T] int32, the row of y of each packed row; -1 adds nothing, read.
     weight: [D] float, scale of the norm, read.  eps: added to the mean square.
-    Returns u [T, D] x dtype, the input of the FFN, new. Accumulates in fp32.
+    out: [T, D] x dtype or None, written.
+    Returns u = out, the input of the FFN. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the merge of §5.1.
     """
-    _refuse_gradient(
+    face.refuse_gradient(
         "merge_norm", "torch.no_grad(), or gather_rows, an addition and rms_norm", residual=residual,
         y_attention=y_attention, y_ssm=y_ssm, weight=weight,
     )  # fmt: skip
-    return OPS.merge_norm(residual, y_attention, y_ssm, inverse, weight, eps)
+    return face.run("merge_norm", (residual, y_attention, y_ssm, inverse, weight, eps), out)
 
 
 # --- attention ------------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     Returns [T, heads, d] x dtype, new. Computes in fp32. Differentiable.
     Raises ValueError. Implements the position encoding before Eq. 1.
     """
-    if _records_gradient(x, cos_sin):
+    if face.records_gradient(x, cos_sin):
         checks.apply_rope(x, cos_sin, positions)
         return reference.apply_rope(x, cos_sin, positions)
     return OPS.apply_rope(x, cos_sin, positions)
@@ -286,6 +289,7 @@ def append_kv(
     positions: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE on q and k, and k, v written to their slots of the paged cache, in one pass.
 
@@ -294,11 +298,20 @@ def append_kv(
     positions: [T] int32, absolute positions, read.
     kv_cache: [num_pages, 2, Hk, page_tokens, d] x dtype, keys then values, written in place at the slots named.
     slot_mapping: [T] int64, page * page_tokens + offset, none twice; -1 writes nothing, read.
-    Returns the rotated q [T, Hq, d] x dtype, new. Computes in fp32.
+    out: [T, Hq, d] x dtype or None, written.
+    Returns out, the rotated q. Computes in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the KV cache of Eq. 1.
     """
-    _refuse_gradient("append_kv", "torch.no_grad(), or apply_rope and varlen_attention", q=q, k=k, v=v)
-    return OPS.append_kv(q, k, v, cos_sin, positions, kv_cache, slot_mapping)
+    face.refuse_gradient("append_kv", "torch.no_grad(), or apply_rope and varlen_attention", q=q, k=k, v=v)
+    return face.run("append_kv", (q, k, v, cos_sin, positions, kv_cache, slot_mapping), out)
+
+
+def attention_workspace(q: Tensor, kv_cache: Tensor, page_table: Tensor) -> int:
+    """How many numbers of fp32 `paged_attention` and `decode_branches` work in, for these arguments of theirs.
+
+    It depends on shapes and on the backend, not on what the tensors hold.
+    """
+    return raw("attention_workspace", q)(q, kv_cache, page_table)
 
 
 def paged_attention(
@@ -309,6 +322,8 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     max_query_len: int,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over the pages of their requests: prefill, decode and both in one batch.
 
@@ -317,13 +332,16 @@ def paged_attention(
     page_table: [R, pages] int32, pages of each request, -1 past its context, read.
     cu_seqlens: [R+1] int32, bounds of the requests' queries, read.
     context_lens: [R] int32, tokens in the cache, the queries' own included: query j of request r sits at position
-        context_lens[r] - query_len[r] + j, read.
+        context_lens[r] - query_len[r] + j; 0 where the one query of a request is padding: a zero row, read.
     scale: factor on the scores, usually d^-0.5.  max_query_len: the longest query or more.
-    Returns [T, Hq, d] x dtype, new. Accumulates in fp32.
+    out: [T, Hq, d] x dtype or None, written.
+    workspace: [n] fp32, n from `attention_workspace`, or None, written; given with out alone.
+    Returns out. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements Eq. 1.
     """
-    _refuse_gradient("paged_attention", "torch.no_grad(), or varlen_attention", q=q, kv_cache=kv_cache)
-    return OPS.paged_attention(q, kv_cache, page_table, cu_seqlens, context_lens, scale, max_query_len)
+    face.refuse_gradient("paged_attention", "torch.no_grad(), or varlen_attention", q=q, kv_cache=kv_cache)
+    arguments = (q, kv_cache, page_table, cu_seqlens, context_lens, scale, max_query_len)
+    return face.run("paged_attention", arguments, out, workspace)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -342,13 +360,6 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
 # --- SSM ------------------------------------------------------------------------------------------------------
 
 
-def _without_cache(operator: str, cache: Tensor | None) -> None:
-    if cache is not None:
-        raise ValueError(
-            f"{operator}: got a cache where a gradient is recorded; allowed: torch.no_grad(), or no cache and pages"
-        )
-
-
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -360,6 +371,7 @@ def causal_conv1d(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """silu(depthwise causal convolution) over packed sequences, continuing from and leaving a window of inputs.
 
@@ -372,15 +384,15 @@ def causal_conv1d(
     initial_pages, final_pages: [R, Nc] int32 or None, where windows are read (-1: zeros) and written (-1: not), read.
     checkpoint_rows: [S] int32 or None, packed rows after which the window is also written, none twice, read.
     checkpoint_pages: [S, Nc] int32 or None, to these pages, read.
-    Returns [T, C] x dtype, new. Accumulates in fp32. Differentiable without a cache.
+    out: [T, C] x dtype or None, written.
+    Returns out. Accumulates in fp32. Differentiable without a cache.
     Raises ValueError. Implements the short convolution before Eq. 2.
     """
-    if not _records_gradient(x, weight, bias):
-        return OPS.causal_conv1d(
-            x, weight, bias, cu_seqlens, seq_starts, conv_cache, initial_pages, final_pages, checkpoint_rows,
-            checkpoint_pages,
-        )  # fmt: skip
-    _without_cache("causal_conv1d", conv_cache)
+    if not face.records_gradient(x, weight, bias):
+        caches = (conv_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages)
+        return face.run("causal_conv1d", (x, weight, bias, cu_seqlens, seq_starts, *caches), out)
+    face.without_out("causal_conv1d", out)
+    face.without_cache("causal_conv1d", conv_cache)
     checks.causal_conv1d(x, weight, bias, cu_seqlens, seq_starts)
     return training.causal_conv1d(x, weight, bias, cu_seqlens)
 
@@ -401,6 +413,7 @@ def ssd_scan(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Mamba-2's selective scan over packed sequences, continuing from and leaving paged states.
 
@@ -416,15 +429,16 @@ def ssd_scan(
     initial_pages, final_pages: [R, Ns] int32 or None, where states are read (-1: zero) and written (-1: not), read.
     checkpoint_rows: [S] int32 or None, packed rows at chunk ends after which the state is also written, read.
     checkpoint_pages: [S, Ns] int32 or None, to these pages, read.
-    Returns y [T, H, P] x dtype, new. Accumulates in fp32. Differentiable without a cache.
+    out: [T, H, P] x dtype or None, written. What the chunked form keeps between its launches it makes itself.
+    Returns y = out. Accumulates in fp32. Differentiable without a cache.
     Raises ValueError. Implements Eq. 2.
     """
-    if not _records_gradient(x, dt, A_log, B, C, D, dt_bias):
-        return OPS.ssd_scan(
-            x, dt, A_log, B, C, D, dt_bias, cu_seqlens, seq_starts, chunk_size, state_cache, initial_pages,
-            final_pages, checkpoint_rows, checkpoint_pages,
-        )  # fmt: skip
-    _without_cache("ssd_scan", state_cache)
+    if not face.records_gradient(x, dt, A_log, B, C, D, dt_bias):
+        caches = (state_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages)
+        sequences = (cu_seqlens, seq_starts, chunk_size)
+        return face.run("ssd_scan", (x, dt, A_log, B, C, D, dt_bias, *sequences, *caches), out)
+    face.without_out("ssd_scan", out)
+    face.without_cache("ssd_scan", state_cache)
     checks.ssd_scan(x, dt, A_log, B, C, D, dt_bias, cu_seqlens, seq_starts, chunk_size)
     return training.ssd_scan(x, dt, A_log, B, C, D, dt_bias, cu_seqlens, chunk_size)
 
@@ -445,6 +459,7 @@ def state_update(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One decode token of the Mamba-2 mixer per request, between its two projections, in one pass.
 
@@ -456,18 +471,17 @@ def state_update(
     state_cache: [num_pages, heads_per_page, P, N] fp32 as in `ssd_scan`, written in place at state_pages_out.
     conv_pages_in, conv_pages_out: [R, Nc] int32, state_pages_in, state_pages_out: [R, Ns] int32: read and written
         pages, which may be the same; an input -1 is zero, an output -1 skips the request (zero results), read.
-    Returns y * silu(z) [R, H*P] x dtype and the sums of its squares per head [R, H] fp32, new; `finish_gated_norm`
-        takes both. Accumulates in fp32.
+    out: [R, H*P] x dtype and [R, H] fp32, or None, written.
+    Returns out: y * silu(z) and the sums of its squares per head; `finish_gated_norm` takes both. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements Eq. 2 for one token.
     """
-    _refuse_gradient(
+    face.refuse_gradient(
         "state_update", "torch.no_grad(), or causal_conv1d and ssd_scan", xBC=xBC, z=z, dt=dt, conv_weight=conv_weight,
         conv_bias=conv_bias, A_log=A_log, D=D, dt_bias=dt_bias, state_cache=state_cache,
     )  # fmt: skip
-    return OPS.state_update(
-        xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions, conv_cache, conv_pages_in, conv_pages_out,
-        state_cache, state_pages_in, state_pages_out,
-    )  # fmt: skip
+    ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
+    caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
+    return face.run("state_update", (*ssm, *caches), out)
 
 
 def decode_branches(
@@ -491,6 +505,8 @@ def decode_branches(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The decodes of both branches of one layer together: `paged_attention` of one query each, and `state_update`.
 
@@ -499,16 +515,18 @@ def decode_branches(
         `paged_attention`, read.
     xBC [Rs, C] x dtype, and z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions of the SSM requests, their
         conv_cache and state_cache and the tables of pages: as in `state_update`; both caches are written in place.
-    Returns attention [Ra, Hq, d] x dtype, y * silu(z) [Rs, H*P] x dtype and its sums of squares [Rs, H] fp32, new: the
-        bits that the two operators give. On a GPU one grid computes both. Accumulates in fp32.
+    out: attention [Ra, Hq, d] x dtype, y * silu(z) [Rs, H*P] x dtype and its sums of squares [Rs, H] fp32, or None,
+        written.
+    workspace: as in `paged_attention`.
+    Returns out, with the bits that the two operators give. On a GPU one grid computes both. Accumulates in fp32.
     Raises ValueError, also where a gradient is recorded. Implements the concurrent branches of §5.2 for decodes.
     """
-    _refuse_gradient(
+    face.refuse_gradient(
         "decode_branches", "torch.no_grad(), or varlen_attention, causal_conv1d and ssd_scan", q=q, kv_cache=kv_cache,
         xBC=xBC, z=z, dt=dt, conv_weight=conv_weight, conv_bias=conv_bias, A_log=A_log, D=D, dt_bias=dt_bias,
         state_cache=state_cache,
     )  # fmt: skip
-    return OPS.decode_branches(
-        q, kv_cache, page_table, context_lens, scale, xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions,
-        conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out,
-    )  # fmt: skip
+    attention = (q, kv_cache, page_table, context_lens, scale)
+    ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
+    caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
+    return face.run("decode_branches", (*attention, *ssm, *caches), out, workspace)

@@ -30,14 +30,16 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * WIDTH + column, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """The SwiGLU activation silu(gate) * up, elementwise.
 
     gate, up: [T, F] fp32/bf16/fp16, contiguous but for dim 0 (halves of a fused projection).
-    Returns [T, F] contiguous, dtype of gate; computed in fp32.
+    out: [T, F] contiguous, dtype of gate, written; None makes it.
+    Returns out; computed in fp32.
     """
     rows, width = gate.shape
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out is None:
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(triton.next_power_of_2(width), 2048)
     tile_rows = 2048 // block
     blocks = triton.cdiv(width, block)

@@ -15,56 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexops.kernels.attention_tiles import attend, decode_tile, split_length
+
 SPLIT_TOKENS = 256  # keys per split of a decode, as long as MAX_SPLITS splits suffice; then a multiple of it
 MAX_SPLITS = 64
 DECODE_PROGRAMS = 4096  # about how many programs a decode launch is given: many waves, few that find no split
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _attend(
-    q,
-    acc,
-    top,
-    total,
-    key_ptr,
-    pages_ptr,
-    first,
-    context,
-    position,
-    scale,
-    MASKED: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    KV_OFFSET: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """One block of keys, from position `first` on: new acc [rows, dim], running maximum and sum [rows] of its tile.
-
-    Without MASKED, every key of the block must lie in the context and be seen by every row.
-    """
-    key = first + tl.arange(0, BLOCK_KEYS)
-    dim = tl.arange(0, BLOCK_DIM)[None, :]
-    if MASKED:
-        page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=key < context, other=0).to(tl.int64)
-        mask = (key < context)[:, None] & (dim < HEAD_DIM)
-    else:
-        page = tl.load(pages_ptr + key // PAGE_TOKENS).to(tl.int64)
-        mask = dim < HEAD_DIM
-    at = key_ptr + (page * PAGE_STRIDE + key % PAGE_TOKENS * HEAD_DIM)[:, None] + dim
-    k = tl.load(at, mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if MASKED:
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    # explicit fma: masked and unmasked blocks must round alike, or the cut of a prompt would show
-    p = tl.exp2(tl.fma(scores, scale, -new_top[:, None]))
-    shrink = tl.exp2(top - new_top)
-    v = tl.load(at + KV_OFFSET, mask=mask, other=0.0).to(q.dtype)
-    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, tl.fma(total, shrink, tl.sum(p, axis=1))
 
 
 @triton.jit(do_not_specialize=["tiles"])  # it varies from call to call
@@ -117,7 +73,7 @@ def _prefill_kernel(
     highest = context - length + tl.minimum((tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, length - 1)
     seen_by_all = (lowest + 1) // BLOCK_KEYS * BLOCK_KEYS
     for first in range(0, seen_by_all, BLOCK_KEYS):
-        acc, top, total = _attend(
+        acc, top, total = attend(
             q,
             acc,
             top,
@@ -137,7 +93,7 @@ def _prefill_kernel(
             BLOCK_DIM,
         )
     for first in tl.range(seen_by_all, highest + 1, BLOCK_KEYS, num_stages=1):
-        acc, top, total = _attend(
+        acc, top, total = attend(
             q,
             acc,
             top,
@@ -158,96 +114,6 @@ def _prefill_kernel(
         )
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + dim, out, mask=mask)
-
-
-@triton.jit
-def split_length(context, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys per split: the least multiple of SPLIT_TOKENS that covers the context in MAX_SPLITS."""
-    return tl.cdiv(tl.maximum(context, 1), SPLIT_TOKENS * MAX_SPLITS) * SPLIT_TOKENS
-
-
-@triton.jit
-def decode_tile(
-    request,
-    kv_head,
-    program,
-    start,
-    q_ptr,
-    cache_ptr,
-    pages_ptr,
-    context_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    scale,
-    q_stride,
-    pages_stride,
-    requests,
-    splits_stride,
-    programs,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """The splits program, program + programs, ... of one request, whose query is row `start`, and one KV head.
-
-    Each split is computed on its own, from nothing. A request of one split gets its result here. Otherwise partial
-    [R, Hq, splits, d] holds sums of p v, and stats [2, R, Hq, splits] the maxima and sums of p, for `_combine_kernel`.
-    """
-    context = tl.load(context_ptr + request)
-    length = split_length(context, SPLIT_TOKENS, MAX_SPLITS)
-    splits = tl.cdiv(context, length)
-    row = tl.arange(0, BLOCK_ROWS)
-    dim = tl.arange(0, BLOCK_DIM)[None, :]
-    head = kv_head * GROUP + row
-    mask = (row < GROUP)[:, None] & (dim < HEAD_DIM)
-    at = head[:, None] * HEAD_DIM + dim
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    q = tl.load(q_ptr + start.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
-    position = tl.zeros([BLOCK_ROWS], tl.int32) + (context - 1)
-    KV_OFFSET: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
-    key_ptr = cache_ptr + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    pages_ptr += request.to(tl.int64) * pages_stride
-    for split in range(program, splits, programs):
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        for first in range(split * length, tl.minimum(split * length + length, context), BLOCK_KEYS):
-            acc, top, total = _attend(
-                q,
-                acc,
-                top,
-                total,
-                key_ptr,
-                pages_ptr,
-                first,
-                context,
-                position,
-                scale,
-                True,
-                PAGE_STRIDE,
-                KV_OFFSET,
-                PAGE_TOKENS,
-                HEAD_DIM,
-                BLOCK_KEYS,
-                BLOCK_DIM,
-            )
-        if splits == 1:
-            out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + start.to(tl.int64) * (HEADS * HEAD_DIM) + at, out, mask=mask)
-        else:
-            place = (request.to(tl.int64) * HEADS + head) * splits_stride + split
-            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim, acc, mask=mask)
-            tl.store(stats_ptr + place, top, mask=row < GROUP)
-            sums_ptr = stats_ptr + tl.cast(requests, tl.int64) * HEADS * splits_stride
-            tl.store(sums_ptr + place, total, mask=row < GROUP)
 
 
 @triton.jit
@@ -342,7 +208,7 @@ def _combine_kernel(
             return
     context = tl.load(context_ptr + request)
     splits = tl.cdiv(context, split_length(context, SPLIT_TOKENS, MAX_SPLITS))
-    if splits == 1:
+    if splits <= 1:
         return
     split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -413,11 +279,20 @@ class DecodeLaunch:
             num_stages=1 if tile > 8192 and capability(q.device) == 10 and not exact else 3,
         )
 
-    def buffers(self, q: Tensor, requests: int) -> tuple[Tensor, Tensor]:
-        """Room for the splits of so many requests: sums of p v, and maxima and sums of p."""
+    def workspace(self, q: Tensor, requests: int) -> int:
+        """Numbers of fp32 for the splits of so many requests: sums of p v, and maxima and sums of p."""
         heads, head_dim = q.shape[1:]
-        partial = torch.empty((requests, heads, self.splits, head_dim), dtype=torch.float32, device=q.device)
-        return partial, torch.empty((2, requests, heads, self.splits), dtype=torch.float32, device=q.device)
+        return requests * heads * self.splits * (head_dim + 2)
+
+    def buffers(self, q: Tensor, requests: int, workspace: Tensor | None) -> tuple[Tensor, Tensor]:
+        """partial [R, Hq, splits, d] and stats [2, R, Hq, splits] in the workspace; None makes one."""
+        heads, head_dim = q.shape[1:]
+        if workspace is None:
+            workspace = torch.empty(self.workspace(q, requests), dtype=torch.float32, device=q.device)
+        sums = requests * heads * self.splits
+        partial = workspace[: sums * head_dim].view(requests, heads, self.splits, head_dim)
+        stats = workspace[sums * head_dim : sums * (head_dim + 2)]
+        return partial, stats.view(2, requests, heads, self.splits)
 
     def combine(
         self, cu_seqlens: Tensor | None, context_lens: Tensor, partial: Tensor, stats: Tensor, out: Tensor
@@ -456,6 +331,11 @@ def _shape(q: Tensor, kv_cache: Tensor) -> dict[str, int]:
     }
 
 
+def attention_workspace(q: Tensor, kv_cache: Tensor, page_table: Tensor) -> int:
+    """Numbers of fp32 that `paged_attention` and `decode_branches` work in, for these arguments of theirs."""
+    return DecodeLaunch.of(q, kv_cache, page_table).workspace(q, page_table.shape[0])
+
+
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -464,6 +344,8 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     max_query_len: int,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over their requests' pages (Eq. 1).
 
@@ -472,12 +354,15 @@ def paged_attention(
     page_table: [R, pages] int32, contiguous but for dim 0, -1 past the context.
     cu_seqlens: [R+1] int32, from 0 to T.
     context_lens: [R] int32, tokens in the cache, the queries' own included: query j of request r sits at position
-        context_lens[r] - query_len[r] + j.
+        context_lens[r] - query_len[r] + j; 0 with one query is padding, whose row is zero.
     max_query_len: the longest query or more.
-    Returns [T, Hq, d] contiguous, dtype of q; accumulates in fp32. A request's rows do not depend on the rest of the
+    out: [T, Hq, d] contiguous, dtype of q, written; None makes it.
+    workspace: fp32, `attention_workspace` numbers or more, written; None makes it.
+    Returns out; accumulates in fp32. A request's rows do not depend on the rest of the
     batch, nor on how its queries were cut into calls of two tokens or more.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     requests = cu_seqlens.numel() - 1
     if q.shape[0] == 0 or requests == 0:
         return out
@@ -499,7 +384,7 @@ def paged_attention(
         )
     # prefill leaves requests of one query, and decode those of more: each request has one form, whatever its batch
     launch = DecodeLaunch.of(q, kv_cache, page_table)
-    partial, stats = launch.buffers(q, requests)
+    partial, stats = launch.buffers(q, requests, workspace)
     _decode_kernel[(requests * launch.constants["KV_HEADS"] * launch.programs,)](
         *tensors,
         partial,

@@ -227,6 +227,7 @@ def causal_conv1d(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """silu(depthwise causal convolution) over packed sequences, continuing from and leaving a window of inputs.
 
@@ -240,11 +241,13 @@ def causal_conv1d(
     initial_pages, final_pages: int32 [R, Nc], where windows are read (-1: zeros) and written (-1: not); they may be
         the same pages of the same sequence.
     checkpoint_rows: int32 [S], and checkpoint_pages: int32 [S, Nc]: the window after that packed row goes there too.
-    Returns [T, C] in the dtype of x. Sums are fp32.
+    out: [T, C] contiguous, dtype of x, written; None makes it.
+    Returns out. Sums are fp32.
     """
     num_tokens, channels = x.shape
     num_sequences = cu_seqlens.numel() - 1
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_sequences == 0 or channels == 0:
         return out
     if conv_cache is None:

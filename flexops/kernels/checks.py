@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .tensors import describe, dtype_name, rows_contiguous
+
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = (*_LOW, torch.float64)
 _INT32, _INT64, _INDEX = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)
@@ -43,11 +45,11 @@ class _Arguments:
         if isinstance(dtypes, str):
             dtypes = self._dtypes(dtypes)
         if x.dtype not in dtypes:
-            self._refuse(name, x, "dtype " + " or ".join(map(_dtype, dtypes)))
+            self._refuse(name, x, "dtype " + " or ".join(map(dtype_name, dtypes)))
         if x.device != self.device:
             self._refuse(name, x, f"the device of {self.first}, {self.device}")
         loose = x.dim() > 1 and not dense
-        if not x.is_contiguous() and not (loose and _rows_contiguous(x)):
+        if not x.is_contiguous() and not (loose and rows_contiguous(x)):
             self._refuse(
                 name, x, "contiguous memory" + (", where only dim 0 may have a larger stride" if loose else "")
             )
@@ -114,22 +116,7 @@ class _Arguments:
         return _ALL if self.is_double else _LOW
 
     def _refuse(self, name: str, x: Tensor, allowed: str) -> None:
-        got = f"shape {list(x.shape)}, strides {list(x.stride())}, dtype {_dtype(x.dtype)}, device {x.device}"
-        raise ValueError(f"{name}: got {got}; allowed: {allowed}")
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _rows_contiguous(x: Tensor) -> bool:
-    """Contiguous but for dim 0, whose rows do not overlap."""
-    size = 1
-    for length, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
-        if length != 1 and stride != size:
-            return x.numel() == 0
-        size *= length
-    return x.shape[0] <= 1 or x.stride(0) >= size
+        raise ValueError(f"{name}: got {describe(x)}; allowed: {allowed}")
 
 
 # --- norms and activation -------------------------------------------------------------------------------------
@@ -284,10 +271,11 @@ def paged_attention(
     if max_query_len < longest:
         raise ValueError(f"max_query_len: got {max_query_len}; allowed: at least the longest query, {longest}")
     for r, (context, query) in enumerate(zip(context_lens.tolist(), query_lens.tolist(), strict=True)):
-        if query and not query <= context <= page_table.shape[1] * page_tokens:
+        padding = query == 1 and context == 0
+        if query and not padding and not query <= context <= page_table.shape[1] * page_tokens:
             raise ValueError(
                 f"context_lens: request {r} has {context}; allowed: from its {query} queries to the "
-                f"{page_table.shape[1]} pages of {page_tokens} tokens in page_table"
+                f"{page_table.shape[1]} pages of {page_tokens} tokens in page_table, or 0 for one query of padding"
             )
     first_token = torch.arange(0, page_table.shape[1] * page_tokens, page_tokens, device=q.device)
     used = (first_token < context_lens.unsqueeze(-1)) & (query_lens > 0).unsqueeze(-1)

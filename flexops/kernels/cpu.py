@@ -25,10 +25,12 @@ from flexops.kernels.cpu_rows import (
     split_norm,
 )
 from flexops.kernels.cpu_ssm import ssd_scan, state_update
+from flexops.kernels.reference import attention_workspace
 
 __all__ = [
     "append_kv",
     "apply_rope",
+    "attention_workspace",
     "causal_conv1d",
     "decode_branches",
     "finish_gated_norm",
@@ -68,10 +70,12 @@ def decode_branches(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One branch after the other: on a CPU there is no launch to save."""
-    rows = torch.arange(q.shape[0] + 1, dtype=torch.int32)
-    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
+    rows, of_attention = torch.arange(q.shape[0] + 1, dtype=torch.int32), None if out is None else out[0]
+    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1, of_attention)
     ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
     caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
-    return attention, *state_update(*ssm, *caches)
+    return attention, *state_update(*ssm, *caches, None if out is None else out[1:])

@@ -119,12 +119,13 @@ def append_kv(
     positions: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.append_kv`."""
     codes = code_of(q, cos_sin)
     if codes is None:
-        return reference.append_kv(q, k, v, cos_sin, positions, kv_cache, slot_mapping)
-    out = torch.empty_like(q)
+        return reference.append_kv(q, k, v, cos_sin, positions, kv_cache, slot_mapping, out)
+    out = torch.empty_like(q) if out is None else out
     tokens, heads, dim = q.shape
     _append_kv(
         4 * out.nbytes,
@@ -315,6 +316,8 @@ def _paged_attention(arguments):
             _meet_tile(scores, queries, sums, states, keys, values, rows, tile, position, group, pitch, dim, scale)
         for i in range(rows):
             row, total = sums + i * pitch * F32, splat(sum_lanes(load(states, i * 2 * LANES + LANES)))
+            if context <= 0:
+                total = splat(1.0)  # a request of no keys: zeros
             for c in range(0, dim, LANES):
                 store(row, c, load(row, c) / total)
             write_row(
@@ -331,16 +334,18 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     max_query_len: int,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`."""
     codes = code_of(q, kv_cache)
     if codes is None:
-        return reference.paged_attention(q, kv_cache, page_table, cu_seqlens, context_lens, scale, max_query_len)
+        return reference.paged_attention(q, kv_cache, page_table, cu_seqlens, context_lens, scale, max_query_len, out)
     _, heads, dim = q.shape
     _, _, kv_heads, page_tokens, _ = kv_cache.shape
     requests, pages = page_table.shape
     group = heads // kv_heads
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _clear(0, out.data_ptr(), out.nbytes)  # rows of no request
     _paged_attention(
         max_query_len * requests * pages * page_tokens * dim * kv_heads * 8,

@@ -166,15 +166,16 @@ def causal_conv1d(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.causal_conv1d`."""
     codes = code_of(x, weight, bias)
     if codes is None:
         return reference.causal_conv1d(
             *(x, weight, bias, cu_seqlens, seq_starts, conv_cache, initial_pages, final_pages),
-            *(checkpoint_rows, checkpoint_pages),
+            *(checkpoint_rows, checkpoint_pages, out),
         )
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     per_page = 1 if conv_cache is None else conv_cache.shape[2]
     _causal_conv1d(
         8 * out.nbytes,

@@ -218,19 +218,20 @@ def _bf16_product(arguments):
     _product(arguments, _bf16_rows)
 
 
-def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + b.
 
     x: [T, inputs] in the dtype of W, rows may be strided, inputs may not.  packed: `pack(W)`.  bias: [outputs] in the
-    same dtype, contiguous, or None.  Nothing is checked.
-    Returns [T, outputs] in the dtype of x, summed in fp32 and rounded once. In bf16 subnormal inputs count as zero.
+    same dtype, contiguous, or None.  out: [T, outputs] in the dtype of x, rows may be strided, written; None makes it.
+    Nothing is checked.  Returns out, summed in fp32 and rounded once. In bf16 subnormal inputs count as zero.
     """
-    rows, out = x.shape[0], x.new_empty(x.shape[0], outputs)
+    rows = x.shape[0]
+    out = x.new_empty(rows, outputs) if out is None else out
     product = _fp32_product if x.dtype == torch.float32 else _bf16_product
     size = x.element_size()
     product(
         packed.numel() * size,
         *(x.data_ptr(), x.stride(0) * size, packed.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(out.data_ptr(), outputs, rows, outputs, packed.shape[1], size),
+        *(out.data_ptr(), out.stride(0), rows, outputs, packed.shape[1], size),
     )
     return out

@@ -118,12 +118,12 @@ def _silu_mul(arguments):
         first = next_part(arguments) * per_part
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """See `reference.silu_mul`."""
     codes = code_of(gate, up)
     if codes is None:
-        return reference.silu_mul(gate, up)
-    out = torch.empty_like(gate)
+        return reference.silu_mul(gate, up, out)
+    out = torch.empty_like(gate) if out is None else out
     _silu_mul(
         3 * out.nbytes,
         gate.data_ptr(),
@@ -159,12 +159,14 @@ def _gated_rms_norm(arguments):
         first = next_part(arguments) * per_part
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """See `reference.gated_rms_norm`."""
     codes = code_of(x, gate, weight)
     if codes is None:
-        return reference.gated_rms_norm(x, gate, weight, eps, n_groups)
-    out = torch.empty_like(x)
+        return reference.gated_rms_norm(x, gate, weight, eps, n_groups, out)
+    out = torch.empty_like(x) if out is None else out
     _gated_rms_norm(
         3 * out.nbytes,
         *(x.data_ptr(), x.stride(0), codes[0]),
@@ -197,13 +199,15 @@ def _finish_gated_norm(arguments):
         first = next_part(arguments) * per_part
 
 
-def finish_gated_norm(x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def finish_gated_norm(
+    x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """See `reference.finish_gated_norm`."""
     codes = code_of(x, weight)
     if codes is None or sum_squares.dtype != torch.float32:
-        return reference.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
+        return reference.finish_gated_norm(x, sum_squares, weight, eps, n_groups, out)
     sums = sum_squares
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     _finish_gated_norm(
         2 * out.nbytes,
         *(x.data_ptr(), x.stride(0), codes[0], sums.data_ptr(), sums.stride(0), weight.data_ptr(), codes[1]),
@@ -254,13 +258,19 @@ def _gate_pool(arguments):
         first = next_part(arguments) * per_part
 
 
-def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor) -> tuple[Tensor, Tensor]:
+def gate_pool(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    w1: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `reference.gate_pool`."""
     codes = code_of(residual, weight, w1)
     if codes is None:
-        return reference.gate_pool(residual, delta, weight, eps, w1)
-    u = torch.empty_like(residual)
-    z = torch.empty((residual.shape[0], w1.shape[0]))
+        return reference.gate_pool(residual, delta, weight, eps, w1, out)
+    u, z = out or (torch.empty_like(residual), torch.empty((residual.shape[0], w1.shape[0])))
     _gate_pool(
         8 * u.nbytes,
         *(residual.data_ptr(), residual.stride(0)),
@@ -363,11 +373,11 @@ def _gather_rows(arguments):
         first = next_part(arguments) * per_part
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """See `reference.gather_rows`."""
     index = _int32(index)
     size = x.element_size()
-    out = x.new_empty(index.shape[0], x.shape[1])
+    out = x.new_empty(index.shape[0], x.shape[1]) if out is None else out
     row_bytes = x.shape[1] * size
     _gather_rows(
         *(2 * out.nbytes, x.data_ptr(), x.stride(0) * size, index.data_ptr(), out.data_ptr(), row_bytes, out.shape[0])
@@ -426,12 +436,14 @@ def _split_norm(arguments):
         first = next_part(arguments) * per_part
 
 
-def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
+def split_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor, out: Tensor | None = None
+) -> Tensor:
     """See `reference.split_norm`."""
     codes = code_of(residual, weight)
     if codes is None:
-        return reference.split_norm(residual, delta, weight, eps, order)
-    u = residual.new_empty(order.shape[0], residual.shape[1])
+        return reference.split_norm(residual, delta, weight, eps, order, out)
+    u = residual.new_empty(order.shape[0], residual.shape[1]) if out is None else out
     _split_norm(
         4 * u.nbytes,
         *(residual.data_ptr(), residual.stride(0)),
@@ -467,13 +479,19 @@ def _merge_norm(arguments):
 
 
 def merge_norm(
-    residual: Tensor, y_attention: Tensor, y_ssm: Tensor, inverse: Tensor, weight: Tensor, eps: float
+    residual: Tensor,
+    y_attention: Tensor,
+    y_ssm: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.merge_norm`."""
     codes = code_of(residual, weight)
     if codes is None:
-        return reference.merge_norm(residual, y_attention, y_ssm, inverse, weight, eps)
-    u = torch.empty_like(residual)
+        return reference.merge_norm(residual, y_attention, y_ssm, inverse, weight, eps, out)
+    u = torch.empty_like(residual) if out is None else out
     _merge_norm(
         4 * u.nbytes,
         *(residual.data_ptr(), residual.stride(0), y_attention.data_ptr(), y_attention.stride(0)),

@@ -187,15 +187,16 @@ def ssd_scan(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `reference.ssd_scan`; runs token by token, so chunk_size and seq_starts do not matter."""
     codes = code_of(x, dt, A_log, D, dt_bias)
     if codes is None:
         return reference.ssd_scan(
             *(x, dt, A_log, B, C, D, dt_bias, cu_seqlens, seq_starts, chunk_size),
-            *(state_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages),
+            *(state_cache, initial_pages, final_pages, checkpoint_rows, checkpoint_pages, out),
         )
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     per_page = 1 if state_cache is None else state_cache.shape[1]
     _ssd_scan(
         out.numel() * B.shape[2],
@@ -344,18 +345,19 @@ def state_update(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.state_update`."""
     codes = code_of(xBC, dt, conv_weight, conv_bias, A_log, D, dt_bias)
     if codes is None:
         return reference.state_update(
             *(xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions),
-            *(conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out),
+            *(conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out, out),
         )
     requests, inner = z.shape
     _, heads_per_page, dim, d_state = state_cache.shape
     heads = inner // dim
-    out, sums = torch.empty_like(z), torch.empty((requests, heads), dtype=torch.float32)
+    y, sums = out or (torch.empty_like(z), torch.empty((requests, heads), dtype=torch.float32))
     _state_update(
         8 * requests * inner * d_state,
         *(xBC.data_ptr(), xBC.stride(0), codes[0], z.data_ptr(), z.stride(0), dt.data_ptr(), dt.stride(0), codes[1]),
@@ -370,10 +372,10 @@ def state_update(
         *(*table_of(conv_pages_in), *table_of(conv_pages_out)),
         *(state_cache.data_ptr(), state_cache.stride(0), heads_per_page),
         *(*table_of(state_pages_in), *table_of(state_pages_out)),
-        *(out.data_ptr(), sums.data_ptr(), requests, heads, dim, (xBC.shape[1] - inner) // (2 * d_state), d_state),
+        *(y.data_ptr(), sums.data_ptr(), requests, heads, dim, (xBC.shape[1] - inner) // (2 * d_state), d_state),
         _heads_per_part(requests, heads),
     )
-    return out, sums
+    return y, sums
 
 
 def _heads_per_part(requests: int, heads: int) -> int:

@@ -6,12 +6,15 @@ what the kernel of its own branch computes, with as many warps: the results have
 `state_update`. Contexts of several splits are summed in a second, small launch, as in `paged_attention`.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import LOG2_E, DecodeLaunch, decode_tile, paged_attention
+from .attention import LOG2_E, DecodeLaunch, paged_attention
+from .attention_tiles import decode_tile
 from .state_update import heads_per_program, state_update, state_update_tile, update_constants, update_results
 
 NUM_WARPS = 4  # of a state tile; an attention tile that takes more is launched on its own
@@ -160,6 +163,12 @@ def _decode_branches_kernel(
         )
 
 
+@lru_cache(maxsize=64)
+def _one_query_each(requests: int, device: torch.device) -> Tensor:
+    """cu_seqlens of so many requests of one query, made once."""
+    return torch.arange(requests + 1, dtype=torch.int32, device=device)
+
+
 def decode_branches(
     q: Tensor,
     kv_cache: Tensor,
@@ -181,12 +190,16 @@ def decode_branches(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The decodes of both branches of one layer (Eq. 1 and Eq. 2) in one launch.
 
     q: [Ra, Hq, d], the query of each attention request; kv_cache, page_table, context_lens: as in `paged_attention`.
     xBC [Rs, C] and what follows: as in `state_update`; conv_cache and state_cache are written.
-    Returns attention [Ra, Hq, d] in the dtype of q, then what `state_update` returns: the bits of the two operators.
+    out: attention [Ra, Hq, d] in the dtype of q, then those of `state_update`, contiguous, written; None makes them.
+    workspace: as in `paged_attention`, written.
+    Returns out, with the bits of the two operators.
     A branch without requests is not launched; nor are both together where a tile of attention takes more than
     NUM_WARPS warps, whose number would show in the bits of the other.
     """
@@ -194,13 +207,16 @@ def decode_branches(
     states = (state_cache, state_pages_in, state_pages_out)
     launch = DecodeLaunch.of(q, kv_cache, page_table) if q.shape[0] else None
     if launch is None or xBC.shape[0] == 0 or launch.num_warps != NUM_WARPS:
-        rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
-        return attention, *state_update(*ssm, *states)
+        rows, of_attention = _one_query_each(q.shape[0], q.device), None if out is None else out[0]
+        attention = paged_attention(
+            q, kv_cache, page_table, rows, context_lens, scale, 1, of_attention, workspace
+        )  # fmt: skip
+        return attention, *state_update(*ssm, *states, None if out is None else out[1:])
     requests, (num_requests, num_heads) = q.shape[0], dt.shape
-    attention = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, stats = launch.buffers(q, requests)
-    out, sums = update_results(xBC, z, dt)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device), *update_results(xBC, z, dt)
+    partial, stats = launch.buffers(q, requests, workspace)
+    attention, y, sums = out
     constants = update_constants(xBC, dt, conv_weight, conv_cache, state_cache)
     heads = heads_per_program(num_requests, num_heads, num_heads // constants["HEADS_PER_GROUP"])
     attention_programs = requests * launch.constants["KV_HEADS"] * launch.programs
@@ -221,7 +237,7 @@ def decode_branches(
         launch.programs,
         *ssm,
         *states,
-        out,
+        y,
         sums,
         heads,
         *(t.stride(0) for t in (xBC, z, dt, conv_cache, conv_pages_in, conv_pages_out)),
@@ -234,4 +250,4 @@ def decode_branches(
         num_stages=1 if q.dtype == torch.float32 else 2,  # a second stage of fp32 keys would spill registers
     )
     launch.combine(None, context_lens, partial, stats, attention)
-    return attention, out, sums
+    return out

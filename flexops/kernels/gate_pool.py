@@ -83,19 +83,29 @@ def _gate_pool_tile(width: int, dtype: torch.dtype) -> tuple[int, int, int, int]
     return rows, chunks, columns // chunks, warps
 
 
-def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor) -> tuple[Tensor, Tensor]:
+def gate_pool(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    w1: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Layer input of an adaptive layer: residual += delta, u = RMSNorm(residual), z = u W1^T in fp32.
 
     residual: [T, D] fp32/bf16/fp16, contiguous but for dim 0, updated in place.
     delta: [T, D] dtype of residual, contiguous but for dim 0, or None.
     weight: [D] any float dtype.
     w1: [E, D] any float dtype, contiguous but for dim 0.
-    Returns u [T, D] dtype of residual, and z [T, E] fp32 from u as rounded.
+    out: u [T, D] dtype of residual and z [T, E] fp32, contiguous, written; None makes them.
+    Returns out; z is computed from u as rounded.
     """
     total, width = residual.shape
     gate_dim = w1.shape[0]
-    u = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    z = torch.empty((total, gate_dim), dtype=torch.float32, device=residual.device)
+    if out is None:
+        u = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        out = u, torch.empty((total, gate_dim), dtype=torch.float32, device=residual.device)
+    u, z = out
     other = residual if delta is None else delta
     rows, chunks, block, warps = _gate_pool_tile(width, residual.dtype)
     if total:

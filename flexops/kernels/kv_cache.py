@@ -117,9 +117,11 @@ def _launch(
     slots: Tensor,
     kv_heads: int,
     page_tokens: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     block_heads, block_kv_heads = triton.next_power_of_2(heads), triton.next_power_of_2(max(kv_heads, 1))
     block_dim = triton.next_power_of_2(head_dim)
@@ -173,6 +175,7 @@ def append_kv(
     positions: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE on q and k, and k, v written to their slots of the paged cache.
 
@@ -181,7 +184,8 @@ def append_kv(
     positions: [T] int32, rows of cos_sin.
     kv_cache: [num_pages, 2, Hk, page_tokens, d] float, contiguous but for dim 0, written in place.
     slot_mapping: [T] int64, page * page_tokens + offset; -1 writes nothing.
-    Returns the rotated q [T, Hq, d] contiguous, always new memory; computed in fp32.
+    out: [T, Hq, d] contiguous, dtype of q, written; None makes it.
+    Returns out, the rotated q, never the memory of q; computed in fp32.
     """
     kv_heads, page_tokens = kv_cache.shape[2:4]
-    return _launch(q, k, v, cos_sin, positions, kv_cache, slot_mapping, kv_heads, page_tokens)
+    return _launch(q, k, v, cos_sin, positions, kv_cache, slot_mapping, kv_heads, page_tokens, out)

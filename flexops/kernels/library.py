@@ -1,7 +1,8 @@
 """The operators as `torch.ops.flexops.*`, so that torch.compile and torch.export see one node for each.
 
 An implementation checks its arguments and calls the backend of the device; a fake gives shapes only. Operators that
-write into an argument say so in their schema and do not return it. fp64 runs the definition on every backend.
+write into an argument say so in their schema and do not return it; so does `<operator>_out`, which writes its results
+to memory of the caller. fp64 runs the definition on every backend.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from . import checks, reference
 from .dispatch import select
+from .results import check_given, check_workspace, results
 
 _LIBRARY = torch.library.Library("flexops", "DEF")
 
@@ -62,10 +64,10 @@ def raw(name: str, first: Tensor) -> Callable:
     return function
 
 
-def _run_on(device: torch.device, function: Callable, *args):
+def _run_on(device: torch.device, function: Callable, *args, **named):
     """Triton launches on the current device, whatever device its tensors are on."""
     with torch.cuda.device(device):
-        return function(*args)
+        return function(*args, **named)
 
 
 def _implementation(name: str) -> Callable:
@@ -96,66 +98,76 @@ def _append_kv(q: Tensor, *rest) -> Tensor:
     return rotated.clone() if rotated.data_ptr() == q.data_ptr() else rotated
 
 
-# --- fakes: shapes and dtypes of the results ------------------------------------------------------------------
+def _fake(name: str) -> Callable:
+    def run(first: Tensor, *rest):
+        made = tuple(first.new_empty(shape, dtype=dtype) for shape, dtype in results(name, (first, *rest)))
+        return made[0] if len(made) == 1 else made or None
+
+    return run
 
 
-def _sums_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+# --- results in memory of the caller --------------------------------------------------------------------------
+
+# operator: number of results, and whether it takes a workspace
+TAKES_OUT = {
+    "silu_mul": (1, False),
+    "gated_rms_norm": (1, False),
+    "finish_gated_norm": (1, False),
+    "gate_pool": (2, False),
+    "gather_rows": (1, False),
+    "split_norm": (1, False),
+    "merge_norm": (1, False),
+    "append_kv": (1, False),
+    "paged_attention": (1, True),
+    "causal_conv1d": (1, False),
+    "ssd_scan": (1, False),
+    "state_update": (2, False),
+    "decode_branches": (3, True),
+}
 
 
-def _like_first(first: Tensor, *_) -> Tensor:
-    return first.new_empty(first.shape)
+def _out_schema(name: str) -> str:
+    """The operator's arguments, then by name the memory that it writes, out0, out1, ..., and the workspace."""
+    count, has_workspace = TAKES_OUT[name]
+    outs = [f"Tensor({letter}!) out{i}" for i, letter in enumerate("xyz"[:count])]
+    workspace = ["Tensor(w!)? workspace=None"] if has_workspace else []
+    arguments = SCHEMAS[name][: SCHEMAS[name].rindex(") ->")]
+    return f"{arguments}, *, {', '.join([*outs, *workspace])}) -> ()"
 
 
-def _fake_gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor):
-    z = residual.new_empty(residual.shape[0], w1.shape[0], dtype=_sums_dtype(residual))
-    return residual.new_empty(residual.shape), z
+def _out_implementation(name: str) -> Callable:
+    check, (count, has_workspace) = getattr(checks, name), TAKES_OUT[name]
+
+    def run(first: Tensor, *rest, workspace: Tensor | None = None, **named: Tensor) -> None:
+        arguments, out = (first, *rest), tuple(named[f"out{i}"] for i in range(count))
+        check(*arguments)
+        check_given(name, arguments, out)
+        if workspace is not None:
+            check_workspace(workspace, first, raw("attention_workspace", first)(*arguments[:3]))
+        options = {"out": out if count > 1 else out[0]} | ({"workspace": workspace} if has_workspace else {})
+        raw(name, first)(*arguments, **options)
+
+    return run
 
 
-def _fake_gate_route(z: Tensor, cu_seqlens: Tensor, *_):
-    requests = cu_seqlens.shape[0] - 1
-    return z.new_empty(requests, 2), z.new_empty(requests, dtype=torch.int32)
-
-
-def _fake_gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    return x.new_empty(index.shape[0], x.shape[1])
-
-
-def _fake_scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> None:
-    return None
-
-
-def _fake_split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
-    return residual.new_empty(order.shape[0], residual.shape[1])
-
-
-def _fake_state_update(xBC: Tensor, z: Tensor, dt: Tensor, *_):
-    return xBC.new_empty(z.shape), dt.new_empty(dt.shape, dtype=_sums_dtype(xBC))
-
-
-def _fake_decode_branches(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor, scale: float, xBC: Tensor, *rest):
-    return q.new_empty(q.shape), *_fake_state_update(xBC, *rest)
-
+# --- registration ---------------------------------------------------------------------------------------------
 
 _IMPLEMENTATIONS = {"scatter_rows": _scatter_rows, "scattered_rows": _scattered_rows, "append_kv": _append_kv}
-_FAKES = {
-    "gate_pool": _fake_gate_pool,
-    "gate_route": _fake_gate_route,
-    "gather_rows": _fake_gather_rows,
-    "scatter_rows": _fake_scatter_rows,
-    "split_norm": _fake_split_norm,
-    "state_update": _fake_state_update,
-    "decode_branches": _fake_decode_branches,
-}
 
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
     _LIBRARY.impl(_name, _IMPLEMENTATIONS.get(_name) or _implementation(_name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexops::{_name}", _FAKES.get(_name, _like_first), lib=_LIBRARY)
+    torch.library.register_fake(f"flexops::{_name}", _fake(_name), lib=_LIBRARY)
+for _name in TAKES_OUT:
+    _LIBRARY.define(f"{_name}_out{_out_schema(_name)}")
+    _LIBRARY.impl(f"{_name}_out", _out_implementation(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexops::{_name}_out", lambda *_, **named: None, lib=_LIBRARY)
 
 
 # the overloads themselves: a call by name would look for them every time
-OPS = SimpleNamespace(**{name: getattr(torch.ops.flexops, name).default for name in SCHEMAS})
+OPS = SimpleNamespace(
+    **{name: getattr(torch.ops.flexops, name).default for name in (*SCHEMAS, *(f"{name}_out" for name in TAKES_OUT))}
+)
 
 
 # --- gradients of the two plain row operators -----------------------------------------------------------------

@@ -67,25 +67,43 @@ class PackedLinear:
         else:
             self.form, self._weight = "plain", joined
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] in the dtype of the weights, rows may be strided -> [T, out].
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product for some rows.
 
-        Raises ValueError for another shape or dtype.
+        x: [T, in] in the dtype of the weights, rows may be strided.
+        out: [T, out_features] in the same dtype, contiguous, written; None makes it.
+        Returns out. Raises ValueError for another shape, dtype or device.
         """
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype != self.dtype:
             raise ValueError(
                 f"x is {x.dtype} of shape {tuple(x.shape)}; it must be {self.dtype}, [rows, {self.in_features}]"
             )
+        if out is not None:
+            self._check_given(out, x)
         if self.form == "own":
             x = x if x.stride(1) == 1 else x.contiguous()
-            return cpu_linear.linear(x, self._weight, self.out_features, self._bias)
+            return cpu_linear.linear(x, self._weight, self.out_features, self._bias, out)
         if x.shape[0] == 0:
-            return x.new_empty(0, self.out_features)
+            return x.new_empty(0, self.out_features) if out is None else out
         if self.form == "plain":
+            return self._plain(x, out)
+        product = self._multiply(torch.cat((x, x)))[:1] if x.shape[0] == 1 else self._multiply(x)
+        return product if out is None else out.copy_(product)
+
+    def _check_given(self, out: Tensor, x: Tensor) -> None:
+        shape = (x.shape[0], self.out_features)
+        if out.shape != shape or out.dtype != self.dtype or out.device != x.device or not out.is_contiguous():
+            raise ValueError(
+                f"out is {out.dtype} of shape {tuple(out.shape)}, strides {out.stride()}, on {out.device}; it must be "
+                f"{self.dtype} of shape {shape}, contiguous, on {x.device}, or None"
+            )
+
+    def _plain(self, x: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
             return F.linear(x, self._weight, self._bias)
-        if x.shape[0] == 1:
-            return self._multiply(torch.cat((x, x)))[:1]
-        return self._multiply(x)
+        if self._bias is None:
+            return torch.mm(x, self._weight.t(), out=out)
+        return torch.addmm(self._bias, x, self._weight.t(), out=out)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return _packed_linear(x, self._weight, self._bias, "none", [], "")

@@ -62,9 +62,12 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * D + column, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _norm_parts(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, grouped: bool) -> Tensor:
+def _norm_parts(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, grouped: bool, out: Tensor | None = None
+) -> Tensor:
     """The norm of each [i, j] of x [rows, parts, D], contiguous but for dim 0; weight [D], or [parts, D] if grouped."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     outer, parts, width = x.shape
     rows, block, warps = row_tile(width)
     other = x if gate is None else gate
@@ -100,16 +103,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm_parts(parts, None, weight, eps, grouped=False).view(x.shape)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """Mamba-2's output norm: RMSNorm of x * silu(gate), each of the n_groups slices of a row on its own.
 
     x, gate: [T, W] fp32/bf16/fp16, contiguous but for dim 0; gate may be None.
     weight: [W] any float dtype.
-    Returns [T, W] contiguous, dtype of x; gate and sums in fp32.
+    out: [T, W] contiguous, dtype of x, written; None makes it.
+    Returns out; gate and sums in fp32.
     """
     shape = (n_groups, x.shape[1] // n_groups)
     gate = None if gate is None else gate.unflatten(1, shape)
-    return _norm_parts(x.unflatten(1, shape), gate, weight, eps, grouped=True).view(x.shape)
+    return _norm_parts(x.unflatten(1, shape), gate, weight, eps, grouped=True, out=out).view(x.shape)
 
 
 @triton.jit
@@ -144,16 +150,20 @@ def _finish_gated_norm_kernel(
     tl.store(out_ptr + row * (GROUPS * GROUP_SIZE) + column, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def finish_gated_norm(x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def finish_gated_norm(
+    x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """The rest of `gated_rms_norm` where `state_update` left gated rows and their sums of squares.
 
     x: [T, H*P] fp32/bf16/fp16, contiguous but for dim 0.
     sum_squares: [T, H] fp32.
     weight: [H*P] any float dtype.
-    Returns [T, H*P] contiguous, dtype of x.
+    out: [T, H*P] contiguous, dtype of x, written; None makes it.
+    Returns out.
     """
     rows, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group_size, group_heads = width // n_groups, sum_squares.shape[1] // n_groups
     block = min(triton.next_power_of_2(group_size), 2048)
     blocks = triton.cdiv(group_size, block)

@@ -7,6 +7,7 @@ results are rounded once to the dtype of the input. Recurrences are loops over t
 Shapes: T packed tokens of R sequences (`cu_seqlens` int32 [R+1]), D hidden size, Hq/Hk/d attention heads
 and head dim, H/P/G/N SSM heads, head dim, groups and state size, K conv width, E gate dim.
 Caches are views of one page pool, contiguous but for dim 0; every table of pages or rows uses -1 for "none".
+`out` is memory for the result, contiguous, of its shape and dtype; None makes it.
 """
 
 import torch
@@ -23,6 +24,11 @@ def _acc(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    """The result, in `out` where that is given: its memory, of the result's shape and dtype, is then written."""
+    return result if out is None else out.copy_(result)
+
+
 # --- norms and activation -------------------------------------------------------------------------------------
 
 
@@ -33,33 +39,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.to(x.dtype)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """The SwiGLU activation silu(gate) * up, elementwise on [T, F]."""
-    return (F.silu(_acc(gate)) * _acc(up)).to(gate.dtype)
+    return _into(out, (F.silu(_acc(gate)) * _acc(up)).to(gate.dtype))
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """Mamba-2's output norm: RMSNorm of x * silu(gate), each of the n_groups slices of a row on its own."""
     xf = _acc(x)
     if gate is not None:
         xf = xf * F.silu(_acc(gate))
     groups = xf.unflatten(-1, (n_groups, -1))
     groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    return (groups.flatten(-2) * _acc(weight)).to(x.dtype)
+    return _into(out, (groups.flatten(-2) * _acc(weight)).to(x.dtype))
 
 
-def finish_gated_norm(x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int) -> Tensor:
+def finish_gated_norm(
+    x: Tensor, sum_squares: Tensor, weight: Tensor, eps: float, n_groups: int, out: Tensor | None = None
+) -> Tensor:
     """The rest of `gated_rms_norm` where `state_update` left gated rows [T, H*P] and sums of squares [T, H]."""
     group_size = x.shape[-1] // n_groups
     mean = _acc(sum_squares).unflatten(-1, (n_groups, -1)).sum(-1) / group_size
     groups = _acc(x).unflatten(-1, (n_groups, -1)) * torch.rsqrt(mean + eps).unsqueeze(-1)
-    return (groups.flatten(-2) * _acc(weight)).to(x.dtype)
+    return _into(out, (groups.flatten(-2) * _acc(weight)).to(x.dtype))
 
 
 # --- gate -----------------------------------------------------------------------------------------------------
 
 
-def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, w1: Tensor) -> tuple[Tensor, Tensor]:
+def gate_pool(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    w1: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Layer input of an adaptive layer: residual += delta, u = RMSNorm(residual), z = u W1^T in fp32.
 
     residual: [T, D], updated in place.  w1: [E, D].  Returns u [T, D] and z [T, E] fp32.
@@ -67,7 +84,8 @@ def gate_pool(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     if delta is not None:
         residual.add_(delta)
     u = rms_norm(residual, weight, eps)
-    return u, _acc(u) @ _acc(w1).T
+    z = _acc(u) @ _acc(w1).T
+    return (u, z) if out is None else (_into(out[0], u), _into(out[1], z))
 
 
 def gate_route(
@@ -101,12 +119,13 @@ def gate_route(
 # --- split and merge ------------------------------------------------------------------------------------------
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """out[i] = x[index[i]]; rows of index -1 are zero."""
     if x.shape[0] == 0:
-        return x.new_zeros(index.shape[0], x.shape[1])
-    out = x.index_select(0, index.clamp(min=0).long())
-    return torch.where((index >= 0).unsqueeze(-1), out, torch.zeros((), dtype=x.dtype, device=x.device))
+        return _into(out, x.new_zeros(index.shape[0], x.shape[1]))
+    rows = x.index_select(0, index.clamp(min=0).long())
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return _into(out, torch.where((index >= 0).unsqueeze(-1), rows, zero))
 
 
 def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
@@ -115,7 +134,9 @@ def scatter_rows(out: Tensor, x: Tensor, index: Tensor) -> Tensor:
     return out.index_copy_(0, index[keep].long(), x[keep])
 
 
-def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
+def split_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Layer input where the routes are known: residual[j] += delta[j], u[i] = RMSNorm(residual[order[i]]).
 
     order: int32 [M], the packed row of each compact row (attention rows first, then SSM rows); every packed row
@@ -125,11 +146,17 @@ def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     if delta is not None:
         named = order[order >= 0].long()
         residual.index_add_(0, named, delta.index_select(0, named))
-    return rms_norm(gather_rows(residual, order), weight, eps)
+    return _into(out, rms_norm(gather_rows(residual, order), weight, eps))
 
 
 def merge_norm(
-    residual: Tensor, y_attention: Tensor, y_ssm: Tensor, inverse: Tensor, weight: Tensor, eps: float
+    residual: Tensor,
+    y_attention: Tensor,
+    y_ssm: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """After the branches: residual[t] += y[inverse[t]], u = RMSNorm(residual).
 
@@ -137,7 +164,7 @@ def merge_norm(
     residual [T, D] is updated in place.  Returns u [T, D], the input of the FFN.
     """
     residual.add_(gather_rows(torch.cat([y_attention, y_ssm]), inverse))
-    return rms_norm(residual, weight, eps)
+    return _into(out, rms_norm(residual, weight, eps))
 
 
 # --- attention ------------------------------------------------------------------------------------------------
@@ -164,6 +191,7 @@ def append_kv(
     positions: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RoPE on q and k, and k, v written to their slots of the paged cache.
 
@@ -178,7 +206,12 @@ def append_kv(
     page, offset = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
     kv_cache[page, 0, :, offset] = k[keep].to(kv_cache.dtype)
     kv_cache[page, 1, :, offset] = v[keep].to(kv_cache.dtype)
-    return q.contiguous()
+    return _into(out, q.contiguous())
+
+
+def attention_workspace(q: Tensor, kv_cache: Tensor, page_table: Tensor) -> int:
+    """Numbers of fp32 that a form of `paged_attention` and `decode_branches` works in: none here."""
+    return 0
 
 
 def paged_attention(
@@ -189,19 +222,22 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     max_query_len: int,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over their requests' pages (Eq. 1).
 
     q [T, Hq, d] already rotated; kv_cache [num_pages, 2, Hk, page_tokens, d]; page_table int32 [R, pages], -1 past
     the context; context_lens int32 [R], tokens in the cache, the queries' own included: query j of request r sits
-    at position context_lens[r] - query_len[r] + j.  max_query_len: the longest query, a launch hint.
+    at position context_lens[r] - query_len[r] + j; 0 with one query is padding, whose row is zero.  max_query_len:
+    the longest query, a launch hint.  workspace: what faster forms work in.
     Returns [T, Hq, d].
     """
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if out is None else out.zero_()
     group = q.shape[1] // kv_cache.shape[2]
     for r in range(cu_seqlens.numel() - 1):
         start, end, context = int(cu_seqlens[r]), int(cu_seqlens[r + 1]), int(context_lens[r])
-        if start == end:
+        if start == end or context == 0:
             continue
         pages = page_table[r, : -(-context // kv_cache.shape[3])].long()
         keys, values = _acc(kv_cache[pages]).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
@@ -246,6 +282,7 @@ def causal_conv1d(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """silu(depthwise causal convolution) over packed sequences, continuing from and leaving a window of inputs.
 
@@ -256,7 +293,7 @@ def causal_conv1d(
     [S] and checkpoint_pages int32 [S, Nc]: after packed row checkpoint_rows[s] the window is also written there.
     Returns [T, C] in the dtype of x.
     """
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     width = weight.shape[1]
     wf = _acc(weight)
     checkpoints = {} if checkpoint_rows is None else {int(t): s for s, t in enumerate(checkpoint_rows)}
@@ -330,6 +367,7 @@ def ssd_scan(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Mamba-2's selective scan over packed sequences (Eq. 2), continuing from and leaving paged states.
 
@@ -340,7 +378,7 @@ def ssd_scan(
     checkpoint_pages int32 [S, Ns]: the state after packed row checkpoint_rows[s] is also written there; chunked
     forms want them at chunk ends.  Returns y [T, H, P] in the dtype of x.
     """
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     xf, Bf, Cf, dtf = _acc(x), _acc(B), _acc(C), _acc(dt)
     dtf = softplus(dtf if dt_bias is None else dtf + _acc(dt_bias))
     checkpoints = {} if checkpoint_rows is None else {int(t): s for s, t in enumerate(checkpoint_rows)}
@@ -375,6 +413,7 @@ def state_update(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One decode token of the Mamba-2 mixer per request, between its two projections.
 
@@ -389,8 +428,9 @@ def state_update(
     num_heads, (head_dim, d_state) = A_log.numel(), state_cache.shape[2:]
     d_inner = num_heads * head_dim
     width = conv_weight.shape[1]
-    out = torch.zeros_like(z, dtype=xBC.dtype)
-    sums = _acc(z.new_zeros(z.shape[0], num_heads))
+    if out is None:
+        out = torch.empty_like(z, dtype=xBC.dtype), _acc(z.new_empty(z.shape[0], num_heads))
+    gated_rows, sums = (x.zero_() for x in out)
     dtf = softplus(_acc(dt) if dt_bias is None else _acc(dt) + _acc(dt_bias))
     for r in range(xBC.shape[0]):
         if int(state_pages_out[r, 0]) < 0:
@@ -407,11 +447,11 @@ def state_update(
         state = _read_state(state_cache, state_pages_in[r], num_heads)
         state, y = _ssm_step(state, x, dtf[r], A_log, B, C, D)
         gated = y * F.silu(_acc(z[r])).view_as(y)
-        out[r] = gated.flatten().to(xBC.dtype)
+        gated_rows[r] = gated.flatten().to(xBC.dtype)
         sums[r] = gated.square().sum(-1)
         _write_window(conv_cache, conv_pages_out[r], ring)
         _write_state(state_cache, state_pages_out[r], state)
-    return out, sums
+    return gated_rows, sums
 
 
 def decode_branches(
@@ -435,6 +475,8 @@ def decode_branches(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The decodes of one layer, both branches: `paged_attention` with one query a request, and `state_update`.
 
@@ -442,7 +484,8 @@ def decode_branches(
     `paged_attention`; the rest as in `state_update`.  Returns attention [Ra, Hq, d] and what `state_update` returns.
     """
     rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1)
+    of_attention = None if out is None else out[0]
+    attention = paged_attention(q, kv_cache, page_table, rows, context_lens, scale, 1, of_attention)
     ssm = (xBC, z, dt, conv_weight, conv_bias, A_log, D, dt_bias, positions)
     caches = (conv_cache, conv_pages_in, conv_pages_out, state_cache, state_pages_in, state_pages_out)
-    return attention, *state_update(*ssm, *caches)
+    return attention, *state_update(*ssm, *caches, None if out is None else out[1:])

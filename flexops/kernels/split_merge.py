@@ -58,14 +58,16 @@ def _copy_rows(x: Tensor, index: Tensor, out: Tensor, scatter: bool) -> None:
         )
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """out[i] = x[index[i]]; rows of index -1 are zero.
 
     x: [T, D] any dtype, contiguous but for dim 0.
     index: [M] int32 or int64, -1 or 0..T-1.
-    Returns [M, D] contiguous, dtype of x.
+    out: [M, D] contiguous, dtype of x, written; None makes it.
+    Returns out.
     """
-    out = torch.empty((index.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((index.numel(), x.shape[1]), dtype=x.dtype, device=x.device)
     _copy_rows(x, index, out, scatter=False)
     return out
 
@@ -115,17 +117,20 @@ def _split_norm_kernel(
     tl.store(u_ptr + row * D + column, u.to(u_ptr.dtype.element_ty), mask=inside & (column < D))
 
 
-def split_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor) -> Tensor:
+def split_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, order: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Layer input where the routes are known: residual[j] += delta[j], u[i] = RMSNorm(residual[order[i]]).
 
     residual: [T, D] fp32/bf16/fp16, contiguous but for dim 0; the rows that `order` names are updated in place.
     delta: [T, D] dtype of residual, contiguous but for dim 0, or None.
     weight: [D] any float dtype.
     order: [M] int32, the packed row of each compact row, every packed row at most once; -1 gives a zero row.
-    Returns u [M, D] contiguous, dtype of residual; sums in fp32.
+    out: [M, D] contiguous, dtype of residual, written; None makes it.
+    Returns u = out; sums in fp32.
     """
     width = residual.shape[1]
-    u = torch.empty((order.numel(), width), dtype=residual.dtype, device=residual.device)
+    u = torch.empty((order.numel(), width), dtype=residual.dtype, device=residual.device) if out is None else out
     rows, block, warps = row_tile(width)
     other = residual if delta is None else delta
     if u.numel():
@@ -188,7 +193,13 @@ def _merge_norm_kernel(
 
 
 def merge_norm(
-    residual: Tensor, y_attention: Tensor, y_ssm: Tensor, inverse: Tensor, weight: Tensor, eps: float
+    residual: Tensor,
+    y_attention: Tensor,
+    y_ssm: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """After the branches: residual[t] += y[inverse[t]], u = RMSNorm(residual), y the attention rows, then the SSM rows.
 
@@ -196,10 +207,11 @@ def merge_norm(
     y_attention: [Ma, D], y_ssm: [Ms, D], dtype of residual, contiguous but for dim 0.
     inverse: [T] int32, -1 (adds nothing) or 0..Ma+Ms-1.
     weight: [D] any float dtype.
-    Returns u [T, D] contiguous, dtype of residual; sums in fp32.
+    out: [T, D] contiguous, dtype of residual, written; None makes it.
+    Returns u = out; sums in fp32.
     """
     total, width = residual.shape
-    u = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    u = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
     rows, block, warps = row_tile(width)
     if u.numel():
         _merge_norm_kernel[(triton.cdiv(total, rows),)](

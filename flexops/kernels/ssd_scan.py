@@ -370,6 +370,7 @@ def ssd_scan(
     final_pages: Tensor | None = None,
     checkpoint_rows: Tensor | None = None,
     checkpoint_pages: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Mamba-2's selective scan over packed sequences (Eq. 2), continuing from and leaving paged states.
 
@@ -385,12 +386,14 @@ def ssd_scan(
         same pages of the same sequence.
     checkpoint_rows: int32 [S], and checkpoint_pages: int32 [S, Ns]: the state after that packed row goes there too,
         if it is the last row of a chunk or of its sequence; nothing is written for other rows.
-    Returns y [T, H, P] in the dtype of x.  A scan cut at chunk ends and resumed from its states gives the same bits.
+    out: [T, H, P] contiguous, dtype of x, written; None makes it.
+    Returns y = out.  A scan cut at chunk ends and resumed from its states gives the same bits.
     """
     num_tokens, num_heads, head_dim = x.shape
     n_groups, d_state = B.shape[1:]
     num_sequences = cu_seqlens.numel() - 1
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_sequences == 0:
         return out
     if state_cache is None:

@@ -370,6 +370,7 @@ def state_update(
     state_cache: Tensor,
     state_pages_in: Tensor,
     state_pages_out: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One decode token of the Mamba-2 mixer per request, between its two projections (Eq. 2).
 
@@ -383,13 +384,14 @@ def state_update(
     conv_pages_in, conv_pages_out: int32 [R, Nc], and state_pages_in, state_pages_out: int32 [R, Ns]: where window and
         state are read (-1: zeros) and written; the same pages of the same request update in place. A request whose
         first state_pages_out is -1 is skipped: nothing is written, its results are zero.
-    Returns y * silu(z) [R, H*P] in the dtype of xBC, and fp32 sums of its squares per head [R, H], for
-    `finish_gated_norm`. Arithmetic is fp32; convolved channels are rounded to the dtype of xBC, as in prefill.
+    out: [R, H*P] in the dtype of xBC and fp32 [R, H], contiguous, written; None makes them.
+    Returns out: y * silu(z) and the sums of its squares per head, for `finish_gated_norm`. Arithmetic is fp32;
+    convolved channels are rounded to the dtype of xBC, as in prefill.
     """
     num_requests, num_heads = dt.shape
-    out, sums = update_results(xBC, z, dt)
+    y, sums = out or update_results(xBC, z, dt)
     if num_requests == 0:
-        return out, sums
+        return y, sums
     constants = update_constants(xBC, dt, conv_weight, conv_cache, state_cache)
     heads = heads_per_program(num_requests, num_heads, num_heads // constants["HEADS_PER_GROUP"])
     state_update_kernel[(num_requests * num_heads // heads,)](
@@ -408,7 +410,7 @@ def state_update(
         state_cache,
         state_pages_in,
         state_pages_out,
-        out,
+        y,
         sums,
         heads,
         *(t.stride(0) for t in (xBC, z, dt, conv_cache, conv_pages_in, conv_pages_out)),
@@ -416,4 +418,4 @@ def state_update(
         **constants,
         num_warps=4,
     )
-    return out, sums
+    return y, sums

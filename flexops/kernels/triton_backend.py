@@ -1,7 +1,7 @@
 """The operators as Triton kernels, under one namespace."""
 
 from .activation import silu_mul
-from .attention import paged_attention
+from .attention import attention_workspace, paged_attention
 from .causal_conv1d import causal_conv1d
 from .decode_branches import decode_branches
 from .gate_pool import gate_pool, gate_route
@@ -18,6 +18,7 @@ __all__ = [
     "SSM",
     "append_kv",
     "apply_rope",
+    "attention_workspace",
     "causal_conv1d",
     "decode_branches",
     "finish_gated_norm",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear import PackedLinear
+from ..kernels.results import room as room_for
 from .gate import PrefillGate
 from .mixers import AttentionMixer, Mamba2Mixer, SwiGLU, rope_table
 from .modeling import FlexHybridLayer, FlexHybridModel
@@ -23,6 +24,7 @@ class AttentionBatch:
 
     positions: int32 [T].  slot_mapping: int64 [T].  page_table: int32 [R, pages].  cu_seqlens: int32 [R+1].
     context_lens: int32 [R], tokens in the cache once this batch is appended.  max_prefill: rows of the longest range.
+    prefill_cu_seqlens: int32, the prefill ranges among the rows behind the decodes; None where there are none.
     """
 
     positions: Tensor
@@ -32,6 +34,18 @@ class AttentionBatch:
     context_lens: Tensor
     num_decodes: int
     max_prefill: int
+    prefill_cu_seqlens: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRoom:
+    """Memory for what attention makes between its projections.
+
+    out: [T, num_heads, head_dim] in the model's dtype.  workspace: [n] fp32, None where the operators want none.
+    """
+
+    out: Tensor
+    workspace: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,20 @@ class SSMBatch:
     checkpoint_pages: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class SSMRoom:
+    """Memory for what the SSM branch makes between its projections; the last two are None without prefill rows.
+
+    mixed: [T, d_inner].  update: [num_decodes, d_inner] and fp32 [num_decodes, num_heads], what `state_update` makes.
+    convolved: [prefill rows, conv_dim].  scanned: [prefill rows, num_heads, head_dim].
+    """
+
+    mixed: Tensor
+    update: tuple[Tensor, Tensor]
+    convolved: Tensor | None = None
+    scanned: Tensor | None = None
+
+
 class PackedAttention:
     """The attention branch over paged KV."""
 
@@ -74,28 +102,48 @@ class PackedAttention:
         q = self.append(u, batch, cos_sin, kv_cache, ops)
         return self.out(self.attend(q, batch, kv_cache, ops).flatten(1))
 
-    def attend(self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType) -> Tensor:
-        """q: [T, num_heads, head_dim] -> attention over the cache, the same shape."""
+    def room(self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType) -> AttentionRoom:
+        """New memory for `attend`."""
+        n, table = batch.num_decodes, batch.page_table
+        numbers = ops.attention_workspace(q[:n], kv_cache, table[:n]) if n else 0
+        if batch.prefill_cu_seqlens is not None:
+            numbers = max(numbers, ops.attention_workspace(q[n:], kv_cache, table[n:]))
+        workspace = torch.empty(numbers, dtype=torch.float32, device=q.device) if numbers else None
+        return AttentionRoom(torch.empty(q.shape, dtype=q.dtype, device=q.device), workspace)
+
+    def attend(
+        self, q: Tensor, batch: AttentionBatch, kv_cache: Tensor, ops: ModuleType, room: AttentionRoom | None = None
+    ) -> Tensor:
+        """q: [T, num_heads, head_dim] -> attention over the cache, the same shape, in the room's memory."""
+        room = room or self.room(q, batch, kv_cache, ops)
         n = batch.num_decodes
-        parts = []
         if n:
-            parts.append((q[:n], batch.page_table[:n], batch.cu_seqlens[: n + 1], batch.context_lens[:n], 1))
-        if n < batch.context_lens.numel():
-            cu_seqlens = batch.cu_seqlens[n:] - n if n else batch.cu_seqlens
-            parts.append((q[n:], batch.page_table[n:], cu_seqlens, batch.context_lens[n:], batch.max_prefill))
-        outs = [
-            ops.paged_attention(rows, kv_cache, table, seqlens, lens, self.scale, longest)
-            for rows, table, seqlens, lens, longest in parts
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            lens = (batch.cu_seqlens[: n + 1], batch.context_lens[:n])
+            results = room.out[:n], room.workspace
+            ops.paged_attention(q[:n], kv_cache, batch.page_table[:n], *lens, self.scale, 1, *results)
+        if batch.prefill_cu_seqlens is not None:
+            lens = (batch.prefill_cu_seqlens, batch.context_lens[n:])
+            results = room.out[n:], room.workspace
+            ops.paged_attention(q[n:], kv_cache, batch.page_table[n:], *lens, self.scale, batch.max_prefill, *results)
+        return room.out
 
     def append(
-        self, u: Tensor, batch: AttentionBatch, cos_sin: Tensor | None, kv_cache: Tensor, ops: ModuleType
+        self,
+        u: Tensor,
+        batch: AttentionBatch,
+        cos_sin: Tensor | None,
+        kv_cache: Tensor,
+        ops: ModuleType,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Keys and values of u [T, hidden_size] into kv_cache; returns the rotated queries [T, num_heads, head_dim]."""
-        heads = self.qkv(u).unflatten(1, (-1, self.head_dim))
+        """Keys and values of u [T, hidden_size] into kv_cache; returns the rotated queries [T, num_heads, head_dim].
+
+        out: memory for the projection [T, qkv.out_features] and the queries, written; None makes it.
+        """
+        projected, rotated = out or (None, None)
+        heads = self.qkv(u, projected).unflatten(1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        return ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping)
+        return ops.append_kv(q, k, v, cos_sin, batch.positions, kv_cache, batch.slot_mapping, rotated)
 
 
 class PackedMamba2:
@@ -114,10 +162,23 @@ class PackedMamba2:
         """u: [T, hidden_size] compact rows -> [T, hidden_size]; states and windows move on by this batch's tokens."""
         return self.out(self.mix(*self.project(u), batch, state_cache, conv_cache, ops))
 
-    def project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The in-projection's z [T, d_inner], xBC [T, conv_dim] and dt [T, num_heads], slices of one tensor."""
-        z, xBC, dt = self.in_proj(u).split(self.mixer.splits, dim=-1)
+    def project(self, u: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The in-projection's z [T, d_inner], xBC [T, conv_dim] and dt [T, num_heads], slices of one tensor.
+
+        out: that tensor, [T, in_proj.out_features], written; None makes it.
+        """
+        z, xBC, dt = self.in_proj(u, out).split(self.mixer.splits, dim=-1)
         return z, xBC, dt
+
+    def room(self, z: Tensor, xBC: Tensor, dt: Tensor, num_decodes: int) -> SSMRoom:
+        """New memory for `mix`."""
+        n = num_decodes
+        y, sums = room_for("state_update", (xBC[:n], z[:n], dt[:n]))
+        mixed = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        if n == z.shape[0]:
+            return SSMRoom(mixed, (y, sums))
+        convolved = torch.empty(xBC[n:].shape, dtype=z.dtype, device=z.device)
+        return SSMRoom(mixed, (y, sums), convolved, torch.empty_like(mixed[n:]).unflatten(1, (dt.shape[1], -1)))
 
     def update_arguments(
         self, z: Tensor, xBC: Tensor, dt: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor
@@ -142,9 +203,10 @@ class PackedMamba2:
             batch.state_pages[:n],
         )
 
-    def finish_update(self, y: Tensor, sums: Tensor, ops: ModuleType) -> Tensor:
-        """What `state_update` returned, normalised: [n, d_inner]."""
-        return ops.finish_gated_norm(y, sums, self.norm_weight, self.mixer.eps, self.mixer.n_groups)
+    def finish_update(self, room: SSMRoom, ops: ModuleType) -> None:
+        """What `state_update` made, normalised, to the decode rows of room.mixed."""
+        y, sums = room.update
+        ops.finish_gated_norm(y, sums, self.norm_weight, self.mixer.eps, self.mixer.n_groups, room.mixed[: len(y)])
 
     def mix(
         self,
@@ -155,25 +217,35 @@ class PackedMamba2:
         state_cache: Tensor,
         conv_cache: Tensor,
         ops: ModuleType,
+        room: SSMRoom | None = None,
     ) -> Tensor:
-        """What lies between the projections: [T, d_inner]; states and windows move on."""
+        """What lies between the projections: [T, d_inner], in the room's memory; states and windows move on."""
         mixer, n = self.mixer, batch.num_decodes
-        parts = []
+        room = room or self.room(z, xBC, dt, n)
         if n:
-            y, sums = ops.state_update(*self.update_arguments(z, xBC, dt, batch, state_cache, conv_cache))
-            parts.append(self.finish_update(y, sums, ops))
+            update = self.update_arguments(z, xBC, dt, batch, state_cache, conv_cache)
+            ops.state_update(*update, room.update)
+            self.finish_update(room, ops)
         if n < z.shape[0]:
-            y = self._scan(xBC[n:], dt[n:], batch, state_cache, conv_cache, ops)
-            parts.append(ops.gated_rms_norm(y.flatten(1), z[n:], self.norm_weight, mixer.eps, mixer.n_groups))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            y = self._scan(xBC[n:], dt[n:], batch, state_cache, conv_cache, ops, room)
+            norm = self.norm_weight, mixer.eps, mixer.n_groups
+            ops.gated_rms_norm(y.flatten(1), z[n:], *norm, room.mixed[n:])
+        return room.mixed
 
     def advance(self, u: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType) -> None:
         """Move states and windows on by prefill rows u [T, hidden_size], without their outputs."""
-        _, xBC, dt = self.project(u)
-        self._scan(xBC, dt, batch, state_cache, conv_cache, ops)
+        z, xBC, dt = self.project(u)
+        self._scan(xBC, dt, batch, state_cache, conv_cache, ops, self.room(z, xBC, dt, 0))
 
     def _scan(
-        self, xBC: Tensor, dt: Tensor, batch: SSMBatch, state_cache: Tensor, conv_cache: Tensor, ops: ModuleType
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        batch: SSMBatch,
+        state_cache: Tensor,
+        conv_cache: Tensor,
+        ops: ModuleType,
+        room: SSMRoom,
     ) -> Tensor:
         """Convolution and scan of the prefill rows: [T, num_heads, head_dim]."""
         mixer, n = self.mixer, batch.num_decodes
@@ -190,6 +262,7 @@ class PackedMamba2:
             batch.conv_pages[n:],
             rows,
             None if pages is None else pages[:, num_state:],
+            room.convolved,
         )
         x, B, C = mixer.split_conv(convolved)
         return ops.ssd_scan(
@@ -208,6 +281,7 @@ class PackedMamba2:
             batch.state_pages[n:],
             rows,
             None if pages is None else pages[:, :num_state],
+            room.scanned,
         )
 
 
@@ -218,10 +292,15 @@ class PackedFFN:
         self.gate_up = PackedLinear([ffn.gate_proj.weight, ffn.up_proj.weight])
         self.down = PackedLinear(ffn.down_proj.weight)
 
-    def __call__(self, x: Tensor, ops: ModuleType) -> Tensor:
-        """x: [T, hidden_size] -> the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(ops.silu_mul(gate, up))
+    def __call__(self, x: Tensor, ops: ModuleType, out: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        """x: [T, hidden_size] -> the same shape.
+
+        out: memory for gate and up [T, gate_up.out_features], their product [T, down.in_features] and the result,
+        written; None makes it.
+        """
+        both, product, result = out or (None, None, None)
+        gate, up = self.gate_up(x, both).chunk(2, dim=-1)
+        return self.down(ops.silu_mul(gate, up, product), result)
 
 
 class PackedGate:

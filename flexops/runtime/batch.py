@@ -86,6 +86,8 @@ class BranchRows:
     @cached_property
     def prefill_cu_seqlens(self) -> Tensor:
         """int32, of the rows behind the decodes."""
+        if not self.num_decodes:
+            return self.cu_seqlens
         return self.tensor(np.concatenate([[0], np.cumsum(self.counts[self.num_decodes :])]), np.int32)
 
     @cached_property
@@ -192,6 +194,7 @@ class StepBatch:
             context_lens=rows.context_tensor,
             num_decodes=rows.num_decodes,
             max_prefill=int(rows.counts[rows.num_decodes :].max(initial=0)),
+            prefill_cu_seqlens=rows.prefill_cu_seqlens if rows.slices else None,
         )
         if self._advances:
             self._attention.append((layer_idx, rows, batch))

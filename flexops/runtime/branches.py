@@ -2,9 +2,9 @@
 
 Projections are matrix products of the whole device's library and stay on the main stream; what runs side by side is
 what lies between them. A fork is an event that both streams wait for, the join one event of each.
-Memory: what the branches read is made on the main stream and held until after the join. What they make, they make on
-their own stream: freed, it goes back to that stream, and nothing is written there again before the next fork, which
-waits for all that the main stream had been given until then, the last reader among it.
+Memory: what the branches read and what they return is made on the main stream before the fork and held until after the
+join, so a branch of decodes makes nothing. Of prefills, a scan on a GPU keeps steps and chunk states between its two
+launches; those it makes on its own stream: freed, they go back to that stream and are written by it alone.
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import FlexHybridConfig
 from ..kernels import ATTENTION, SSM
-from ..models.packed import AttentionBatch, PackedAttention, PackedMamba2, SSMBatch
+from ..models.packed import AttentionBatch, AttentionRoom, PackedAttention, PackedMamba2, SSMBatch, SSMRoom
 from .coordination import BranchPlan, CostModel, DeviceSpeed, plan_branches
 from .memory import PagePool
 from .partition import PartitionUnavailable, SMPartitions
@@ -80,24 +80,46 @@ class BranchCoordinator:
         q = attention.append(u[:n], attention_batch, cos_sin, kv_cache, ops)
         z, xBC, dt = ssm.project(u[n:])
 
+        attention_room = attention.room(q, attention_batch, kv_cache, ops)
+        ssm_room = ssm.room(z, xBC, dt, ssm_batch.num_decodes)
+
         def attend() -> Tensor:
-            return attention.attend(q, attention_batch, kv_cache, ops)
+            return attention.attend(q, attention_batch, kv_cache, ops, attention_room)
 
         def mix() -> Tensor:
-            return ssm.mix(z, xBC, dt, ssm_batch, state_cache, conv_cache, ops)
+            return ssm.mix(z, xBC, dt, ssm_batch, state_cache, conv_cache, ops, ssm_room)
 
         if self.fused and not attention_load.prefill_tokens and not ssm_load.prefill_tokens:
-            update = ssm.update_arguments(z, xBC, dt, ssm_batch, state_cache, conv_cache)
-            table, lens = attention_batch.page_table, attention_batch.context_lens
-            rows, y, sums = ops.decode_branches(q, kv_cache, table, lens, attention.scale, *update)
-            mixed = ssm.finish_update(y, sums, ops)
+            batches, rooms = (attention_batch, ssm_batch), (attention_room, ssm_room)
+            decode_both(attention, ssm, q, (z, xBC, dt), *batches, pool, ops, *rooms)
         else:
             plan = self.plan(attention_load, ssm_load)
             if plan.mode == "serial":
-                rows, mixed = attend(), mix()
+                attend()
+                mix()
             else:
-                rows, mixed = fork_join(self.streams[plan.split or 0], attend, mix)
-        return attention.out(rows.flatten(1)), ssm.out(mixed)
+                fork_join(self.streams[plan.split or 0], attend, mix)
+        return attention.out(attention_room.out.flatten(1)), ssm.out(ssm_room.mixed)
+
+
+def decode_both(
+    attention: PackedAttention,
+    ssm: PackedMamba2,
+    q: Tensor,
+    projected: tuple[Tensor, Tensor, Tensor],
+    attention_batch: AttentionBatch,
+    ssm_batch: SSMBatch,
+    pool: PagePool,
+    ops: ModuleType,
+    attention_room: AttentionRoom,
+    ssm_room: SSMRoom,
+) -> None:
+    """The decodes of both branches in one launch, from q and the SSM's projected z, xBC and dt to the two rooms."""
+    update = ssm.update_arguments(*projected, ssm_batch, pool.state_cache, pool.conv_cache)
+    table, lens = attention_batch.page_table, attention_batch.context_lens
+    results = (attention_room.out, *ssm_room.update), attention_room.workspace
+    ops.decode_branches(q, pool.kv_cache, table, lens, attention.scale, *update, *results)
+    ssm.finish_update(ssm_room, ops)
 
 
 def fork_join(streams: StreamPair, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

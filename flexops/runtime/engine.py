@@ -79,7 +79,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.tables, num_layers, self.cache, grid)
         keep_gates = self.cache is not None and self.config.reuse_generated
         coordinator = make_coordinator(self.config.coordination, model.config, dtype, device, self.profile)
-        self.executor = Executor(packed, self.pool, self.tables, keep_gates, coordinator)
+        self.executor = Executor(packed, self.pool, self.tables, keep_gates, coordinator, self.config.static_decode)
         self.sampler = Sampler(model.config.vocab_size, device)
         self.metrics = Metrics()
         self.slice_budget = SliceBudget(self.config)

@@ -27,6 +27,7 @@ from .memory import PagePool
 from .prefix_reuse import Move, PrefixReuse
 from .profiling import BranchLoad
 from .request import PrefillProgress, Request, Stage, StageKind
+from .static_decode import StaticDecoder
 from .tables import UNKNOWN, RequestTables
 
 REPLAYS = 64  # sets of decodes whose steps are kept: one is enough unless layouts run as batches of their own
@@ -75,10 +76,12 @@ class Executor:
         tables: RequestTables,
         keep_gates: bool,
         coordinator: BranchCoordinator | None = None,
+        static_decode: bool = False,
     ) -> None:
         """keep_gates: collect the gate rows of generated tokens, [slots, tokens, num_layers, gate_dim] fp32.
 
-        coordinator: runs both branches of a layer at once; None runs one after the other.
+        coordinator: runs both branches of a layer at once; None runs one after the other.  static_decode: steps of
+        decodes alone make the same launches whatever their layouts (`StaticDecoder`).
         """
         self.model, self.pool, self.tables, self.coordinator = model, pool, tables, coordinator
         self.device = model.embedding.device
@@ -86,7 +89,10 @@ class Executor:
         self.num_layers = len(model.layers)
         # whether steps of decodes are recorded and replayed
         self.records = (
-            self.ops.__name__ == dispatch.BACKENDS["cpu"] and model.head.form == "own" and coordinator is None
+            self.ops.__name__ == dispatch.BACKENDS["cpu"]
+            and model.head.form == "own"
+            and coordinator is None
+            and not static_decode
         )
         # steps of decodes: True for what has come once, False for what cannot be recorded
         self._replays: OrderedDict[tuple, _Replay | bool] = OrderedDict()
@@ -94,6 +100,10 @@ class Executor:
         if keep_gates and any(layer.gate is not None for layer in model.layers):
             size = tables.routes.shape[1], 16, self.num_layers, model.config.gate_dim
             self.gate_table = torch.zeros(size, dtype=torch.float32, device=self.device)
+        self.static: StaticDecoder | None = None
+        if static_decode:
+            fused = coordinator is not None and coordinator.fused
+            self.static = StaticDecoder(model, pool, tables, self.gate_table is not None, fused)
 
     def start_prefill(self, request: Request, reuse: PrefixReuse | None) -> PrefillProgress:
         """Embed what a prompt has to compute; its rows wait before layer 0, with the gate's rows if it has a gate."""
@@ -118,6 +128,10 @@ class Executor:
         """
         model = self.model
         slots = np.array([r.slot for r in decodes], dtype=np.int64)
+        if self.static is not None and decodes and not any(plan):
+            numbers = [r.replayed if r.gate_rows else -1 for r in decodes]
+            self._widen_gate_table(max(numbers))
+            return self.static.run(slots, token_ids, numbers, self.gate_table, self.ops), decodes
         ids = on_device(token_ids, np.int64, self.device)
         keep_z = any(r.gate_rows for r in decodes)  # gate rows of generated tokens go with those of their prompt
         modes = torch.get_num_threads(), torch.is_inference_mode_enabled()
@@ -443,15 +457,19 @@ class Executor:
 
     def _keep_decode_gates(self, decodes: list[Request], slots: np.ndarray, decode_z: list[tuple[int, Tensor]]) -> None:
         """The gate rows of this step's decodes into `gate_table`, at the number of their generated token."""
-        assert self.gate_table is not None
         numbers = [r.replayed for r in decodes]
-        capacity = self.gate_table.shape[1]
-        if max(numbers) >= capacity:
-            self.gate_table = F.pad(self.gate_table, (0, 0, 0, 0, 0, max(max(numbers) + 1, 2 * capacity) - capacity))
+        self._widen_gate_table(max(numbers))
+        assert self.gate_table is not None
         layers = [layer_idx for layer_idx, _ in decode_z]
         stacked = torch.stack([z for _, z in decode_z], dim=1)
         rows, columns, at = (on_device(index, np.int64, self.device) for index in (slots, numbers, layers))
         self.gate_table[rows[:, None], columns[:, None], at[None]] = stacked
+
+    def _widen_gate_table(self, number: int) -> None:
+        """Make room for the gate row of a generated token of this number."""
+        capacity = 0 if self.gate_table is None else self.gate_table.shape[1]
+        if self.gate_table is not None and number >= capacity:
+            self.gate_table = F.pad(self.gate_table, (0, 0, 0, 0, 0, max(number + 1, 2 * capacity) - capacity))
 
     def _unpack(self, rows: _Rows, num_decodes: int) -> Tensor:
         """The prefills' rows back to their requests' buffers. Returns the decodes' rows."""

@@ -112,7 +112,7 @@ class BranchRunner:
 
     def _attention_batch(self, load: BranchLoad) -> AttentionBatch:
         tokens = self.layout.page_tokens
-        context = load.starts + load.counts
+        context, prefills = load.starts + load.counts, load.counts[load.num_decodes :]
         pages = [self.layout.kv_pages(int(n)) for n in context]
         table = np.full((len(pages), max(pages)), -1, dtype=np.int32)
         taken = 0
@@ -129,7 +129,8 @@ class BranchRunner:
             cu_seqlens=self._ints(np.concatenate([[0], load.counts.cumsum()])),
             context_lens=self._ints(context),
             num_decodes=load.num_decodes,
-            max_prefill=int(load.counts[load.num_decodes :].max(initial=0)),
+            max_prefill=int(prefills.max(initial=0)),
+            prefill_cu_seqlens=self._ints(np.concatenate([[0], prefills.cumsum()])) if len(prefills) else None,
         )
 
     def _ssm_batch(self, load: BranchLoad) -> SSMBatch:

@@ -108,6 +108,16 @@ def test_scores_far_from_zero():
     check(attention.paged_attention, reference.paged_attention, q * 50, *rest)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cached", [(39, 0, 5), (600, 0, 300)], ids=["one split", "splits"])
+def test_a_query_without_keys_gives_zeros(cached, dtype):
+    """Padding: no keys and no pages, beside requests that have some."""
+    args = list(arguments((1, 1, 1), cached, dtype=dtype))
+    args[2][1], args[4][1] = -1, 0
+    out, _ = check(attention.paged_attention, reference.paged_attention, *args)
+    assert not out[1].any() and out[0].any() and out[2].any()
+
+
 def test_longer_max_query_len_than_any_query():
     q, cache, table, cu, context, scale, longest = arguments()
     args = (q, cache, table, cu, context, scale)

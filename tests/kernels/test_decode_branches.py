@@ -88,13 +88,14 @@ def test_any_order_of_programs(monkeypatch):
 @pytest.mark.parametrize("contexts", [(5, 40, 1), (5, 300, 1)], ids=["one split", "splits"])
 @pytest.mark.parametrize("padded", [[1], [0, 2], [0, 1, 2]], ids=str)
 def test_padding_of_attention(contexts, padded):
-    """Requests without a token and without pages change nothing of the others; their own rows are undefined."""
+    """Requests without a token and without pages change nothing of the others; their own rows are zero."""
     args = arguments(contexts=contexts)
     expected = fused.decode_branches(*[copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
     args[2][padded], args[3][padded] = -1, 0
     theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
     got = fused.decode_branches(*args)
     live = [i for i in range(3) if i not in padded]
+    assert not got[0][padded].any()
     for other in (expected, theirs):
         assert torch.equal(bits(got[0][live]), bits(other[0][live]))
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[1:], other[1:], strict=True))
@@ -107,8 +108,8 @@ def test_padding_alone_writes_nothing(dtype):
     args[2][:], args[3][:] = -1, 0
     before = [bits(args[i]).clone() for i in MUTATED]
     theirs = apart([copy_with_storage(x) if isinstance(x, Tensor) else x for x in args])
-    for got, expected in zip(fused.decode_branches(*args)[1:], theirs[1:], strict=True):
-        assert torch.equal(bits(got), bits(expected))
+    for got, expected in zip(fused.decode_branches(*args), theirs, strict=True):
+        assert torch.equal(bits(got), bits(expected)) and not got.any()
     assert all(torch.equal(bits(args[i]), old) for i, old in zip(MUTATED, before, strict=True))
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexops import EngineConfig
 from flexops.kernels import cpu
@@ -21,6 +22,7 @@ from flexops.runtime.measuring import BranchRunner
 from flexops.runtime.partition import PartitionUnavailable
 from flexops.runtime.profiling import BranchLoad, BranchProfile
 from tests import tiny
+from tests.kernels.helpers import launch_grids, triton_module
 from tests.runtime.serving import random_requests, serve, small_engine
 
 CUDA = torch.device("cuda", 0)
@@ -119,10 +121,10 @@ def test_products_stay_on_the_main_stream_and_what_the_branches_read_lives_until
 
         return call
 
-    def multiply(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self: PackedLinear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         sides = [entry.split()[0] for entry in log if entry.startswith(("enter", "leave"))]
         where.append(sides[-1] if sides else "before")
-        return product(self, x)
+        return product(self, x, out)
 
     def wait_event(self: FakeStream, event: str) -> None:
         if self.name == "main":
@@ -144,7 +146,7 @@ LOADS = {
 }
 
 
-def run_both(model: PackedModel, loads: tuple[BranchLoad, BranchLoad], coordinator: BranchCoordinator | None):
+def run_both(model: PackedModel, loads: tuple[BranchLoad, BranchLoad], coordinator: BranchCoordinator | None, ops=cpu):
     """The branches of layer 0 on two disjoint sets of pages of one pool, and the pool's bytes afterwards."""
     attention, ssm = loads
     runner = BranchRunner(model, [attention, ssm])
@@ -158,9 +160,9 @@ def run_both(model: PackedModel, loads: tuple[BranchLoad, BranchLoad], coordinat
     layer, pool = model.layers[0], runner.pool
     with torch.inference_mode():
         if coordinator is None:
-            y = layer.attention(u[:n], a, model.cos_sin, pool.kv_cache, cpu)
-            return y, layer.ssm(u[n:], s, pool.state_cache, pool.conv_cache, cpu), pool.memory
-        args = (layer.attention, layer.ssm, u, a, s, attention, ssm, model.cos_sin, pool, cpu)
+            y = layer.attention(u[:n], a, model.cos_sin, pool.kv_cache, ops)
+            return y, layer.ssm(u[n:], s, pool.state_cache, pool.conv_cache, ops), pool.memory
+        args = (layer.attention, layer.ssm, u, a, s, attention, ssm, model.cos_sin, pool, ops)
         return *coordinator.run(*args), pool.memory
 
 
@@ -192,6 +194,46 @@ def test_same_bits_as_one_branch_after_the_other(model, log, loads, splits, fuse
         entered = [entry.removeprefix("enter ") for entry in log if entry.startswith("enter")]
         assert [name[-1] for name in entered] == ["a", "b"] and entered[0][:-2] == entered[1][:-2]
         assert entered[0].startswith("plain") == (not splits)
+
+
+class _Made(TorchDispatchMode):
+    """Notes the sizes of tensors that are made with memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[list[int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        found = [x for x in (made if isinstance(made, tuple | list) else (made,)) if isinstance(x, torch.Tensor)]
+        self.sizes += [list(x.shape) for x in found if x.numel() and x.untyped_storage().data_ptr() not in given]
+        return made
+
+
+@pytest.mark.parametrize("form", ["cpu", "triton"])
+@pytest.mark.parametrize("loads", LOADS.values(), ids=LOADS.keys())
+def test_results_are_made_before_the_fork(model, log, monkeypatch, loads, form):
+    """A wiring test: what the branches make between fork and join. The Triton kernels are not run."""
+    ops = cpu
+    if form == "triton":
+        ops = triton_module("triton_backend")
+        for name in ("attention", "causal_conv1d", "decode_branches", "kv_cache", "norm", "ssd_scan", "state_update"):
+            launch_grids(monkeypatch, triton_module(name))
+    made, fork = _Made(), branches.fork_join
+
+    def watched(*args):
+        with made:
+            return fork(*args)
+
+    monkeypatch.setattr(branches, "fork_join", watched)
+    run_both(model, loads, coordinator(model, log, False, feasible_splits(132)), ops)
+    assert [entry for entry in log if entry.startswith("enter")]
+    if form == "triton" and loads is not LOADS["decodes"]:
+        steps, states, chunks = made.sizes  # of the scan: between its two launches, on its own stream
+        assert steps[0] == 4 and len(states) == 4 and chunks[1] == 3
+    else:
+        assert made.sizes == []
 
 
 def test_where_fork_and_join_cost_more_than_they_save_nothing_forks(model, log):

@@ -53,6 +53,7 @@ class Life(RuleBasedStateMachine):
         budget=st.integers(3, 80),
         slots=st.integers(1, 5),
         selective=st.booleans(),
+        static=st.booleans(),
         kept=st.sampled_from([("hybrid", "auto"), ("hybrid", "paper"), ("conventional", "auto"), (None, "auto")]),
         cache_pages=st.sampled_from([None, 3, 12, 20]),
     )
@@ -62,6 +63,7 @@ class Life(RuleBasedStateMachine):
         budget: int,
         slots: int,
         selective: bool,
+        static: bool,
         kept: tuple[str | None, str],
         cache_pages: int | None,
     ) -> None:
@@ -72,6 +74,7 @@ class Life(RuleBasedStateMachine):
             decode_slowdown=None,
             max_num_requests=slots,
             selective_batching=selective,
+            static_decode=static,
             context_cache=kept[0],
             cache_entries=kept[1],
             cache_bytes=None if cache_pages is None else cache_pages * page_bytes(),
