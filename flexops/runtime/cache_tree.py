@@ -1,17 +1,15 @@
 """The two-level tree of the context cache: prefixes of tokens outside, routes inside, entries per layer (§6.1)."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 from torch import Tensor
 
-from ..kernels import ATTENTION, SSM
-from .eviction import heat_after_access, hits_at
-
-NEVER = float("-inf")  # heat before the first access
+from ..kernels import SSM
+from .eviction import NEVER, heat_after_access, hits_at
+from .route_counts import RouteCounts
 
 
 class Kind(Enum):
@@ -47,12 +45,11 @@ class Use:
 class Goal:
     """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
 
-    hits: how often that is of use, H in Eq. 5.  base: see `Use`.  pages: of all it takes, from the node that has it.
+    hits: how often that is expected to be of use, H in Eq. 5.  pages: of all it takes, from the node that has it.
     attention: how many of the layers from that node on take attention.
     """
 
     hits: float
-    base: float
     depth: int
     pages: int
     attention: int = 0
@@ -66,23 +63,45 @@ class RouteNode:
     """A node of the inner trie: the layers below have taken the routes on the way here.
 
     depth: layers passed.  hidden: rows that enter layer `depth`.  gate: [span, gate_dim] fp32, their gate rows; they
-    lie beside the pool (64 bytes per token and layer) and go with the node.  kv, states: what the layer before,
-    `depth - 1`, left, states by token count.  use: by requests with these tokens and routes.  goal: where reuse that
-    has come here had best go on to, see `Goal`.  context: the outer node it belongs to.
+    lie beside the pool (64 bytes per token and layer) and go with the entries at and behind the node.  kv, states: what
+    the layer before, `depth - 1`, left, states by token count.  num_entries: at the node and behind it.
+    use: by requests with these tokens and routes, whether or not entries are left.  counts: of the same routes with any
+    tokens.  goal: where reuse that has come here had best go on to, see `Goal`.  served: hits of the requests that can
+    start at this depth or further on.  context: the outer node it belongs to.
     """
 
-    __slots__ = ("children", "context", "depth", "gate", "goal", "hidden", "kv", "parent", "route", "states", "use")
+    __slots__ = (
+        "children", "context", "counts", "depth", "gate", "goal", "hidden", "kv", "num_entries", "parent", "route",
+        "served", "states", "use",
+    )  # fmt: skip
 
-    def __init__(self, context: "ContextNode", parent: "RouteNode | None" = None, route: int = -1) -> None:
-        self.context, self.parent, self.route = context, parent, route
+    def __init__(self, context: "ContextNode", counts: RouteCounts, parent: "RouteNode | None" = None) -> None:
+        self.context, self.counts, self.parent = context, counts, parent
         self.use = Use()
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.route = -1
         self.children: dict[int, RouteNode] = {}
         self.gate: Tensor | None = None
         self.hidden: Entry | None = None
         self.kv: Entry | None = None
         self.states: dict[int, Entry] = {}
+        self.num_entries = 0
         self.goal: Goal | None = None
+        self.served = 0.0
+
+    def child(self, route: int) -> "RouteNode":
+        """The node behind one more route, made where it is missing."""
+        if route not in self.children:
+            self.children[route] = RouteNode(self.context, self.counts.child(route), self)
+            self.children[route].route = route
+        return self.children[route]
+
+    def follow(self, routes: Sequence[int]) -> "RouteNode | None":
+        """The node behind some more routes, where it is."""
+        node: RouteNode | None = self
+        for route in routes:
+            node = None if node is None else node.children.get(route)
+        return node
 
     @property
     def edge_pages(self) -> int | None:
@@ -98,46 +117,20 @@ class RouteNode:
 
     def counterparts(self, contexts: "Iterable[ContextNode]") -> "Iterator[RouteNode]":
         """The nodes behind the same routes in the tries of other context nodes, where they are."""
-        routes = [node.route for node in (self, *self.above()) if node.parent is not None]
-        for context in contexts:
-            here: RouteNode | None = context.root
-            for route in reversed(routes):
-                here = None if here is None else here.children.get(route)
-            if here is not None:
-                yield here
+        routes = [node.route for node in (self, *self.above()) if node.parent is not None][::-1]
+        found = (context.root.follow(routes) for context in contexts)
+        yield from (node for node in found if node is not None)
 
     def _state_below(self) -> bool:
         """Whether a longer prefix has a state of the same layer and routes."""
         return any(here.states for here in self.counterparts(self.context.below()))
 
-    def update_goal(self, num_layers: int) -> None:
-        """Bring `goal` up to date from here on up, after entries of this node or its use have changed."""
-        node: RouteNode | None = self
-        while node is not None:
-            own = []
-            if (rows := node.hidden) is not None:
-                own.append(Goal(rows.use.hits, rows.use.base, node.depth, len(rows.pages)))
-            if node.depth == num_layers and node.edge_pages is not None:
-                own.append(Goal(node.use.hits, node.use.base, node.depth, 0))
-            for child in node.children.values():
-                if child.goal is not None and (pages := child.edge_pages) is not None:
-                    attention = child.goal.attention + (child.route == ATTENTION)
-                    own.append(dataclasses.replace(child.goal, pages=child.goal.pages + pages, attention=attention))
-            depth = node.depth
-            goal = max(own, key=lambda g: g.worth(depth), default=None)
-            if goal == node.goal and node is not self:
-                return
-            node.goal, node = goal, node.parent
-
-    def prune(self) -> "RouteNode":
-        """Take this node and those above it out of the trie as far as they hold nothing; the lowest that stays."""
-        node = self
-        while node.parent is not None and not node.children and next(node.entries(), None) is None:
-            node.parent.children.pop(node.route, None)
-            node = node.parent
-        if node.parent is None and not node.children:
-            node.gate = None
-        return node
+    def count_entries(self, change: int) -> None:
+        """So many entries more at this node. Gate rows go where none are left."""
+        for node in (self, *self.above()):
+            node.num_entries += change
+            if not node.num_entries:
+                node.gate = None
 
     def entries(self) -> "Iterator[Entry]":
         """Entries of this node alone."""
@@ -150,6 +143,13 @@ class RouteNode:
         while node is not None:
             yield node
             node = node.parent
+
+    def to_rows(self) -> "Iterator[RouteNode]":
+        """The nodes below, on each way down to the first that has rows (HIDDEN)."""
+        for child in self.children.values():
+            yield child
+            if child.hidden is None:
+                yield from child.to_rows()
 
     def subtree(self) -> "Iterator[RouteNode]":
         """This node and all below it."""
@@ -173,7 +173,8 @@ class ContextNode:
     pins: int = 0
 
     def __post_init__(self) -> None:
-        self.root = RouteNode(self)
+        counts = RouteCounts() if self.parent is None else self.parent.root.counts
+        self.root = RouteNode(self, counts)
 
     @property
     def end(self) -> int:

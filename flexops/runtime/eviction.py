@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+NEVER = float("-inf")  # heat before the first access
 HALF_LIFE = 128  # accesses of the cache in which the weight of an old access halves
 
 
@@ -18,11 +19,16 @@ def heat_after_access(heat: float, clock: int) -> float:
     """log2 of the decayed access frequency H after one more access at `clock`, as seen from clock 0.
 
     All frequencies decay at the same rate, so their order changes by accesses alone: seen from clock 0 an access
-    weighs 2^(clock / HALF_LIFE) and nothing has to be updated as time goes by. heat is -inf before the first access.
+    weighs 2^(clock / HALF_LIFE) and nothing has to be updated as time goes by. heat is NEVER before the first access.
     """
     new = clock / HALF_LIFE
     high, low = max(heat, new), min(heat, new)
     return high + math.log2(1 + 2 ** (low - high))
+
+
+def heat_of(hits: float, clock: int) -> float:
+    """The heat that stands for a frequency at `clock`."""
+    return math.log2(hits) + clock / HALF_LIFE if hits > 0 else NEVER
 
 
 def depth_factor(depth: int, num_layers: int) -> float:

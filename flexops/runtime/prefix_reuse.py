@@ -202,8 +202,6 @@ class PrefixReuse:
         """Copy the rows [start, end) that enter a layer (above 0) into target [prompt, hidden_size]."""
         entries = self._spans(self._before(layer_idx), Kind.HIDDEN, start, end)
         self.cache.touch(entries, self.clock)
-        for entry in entries:
-            entry.routes.update_goal(self.cache.num_layers)
         rows, device = self.cache.hidden_tokens, target.device
         for entry in entries:  # each has its own rows alone: a page of two entries is whole in neither
             first, last = max(start, entry.start), min(end, entry.end)
@@ -227,7 +225,7 @@ class PrefixReuse:
         Without them, whoever takes another route from here on has to compute the prefix from the first layer. Where
         this request does, that has happened; elsewhere it is as likely as layouts were seen to part at this layer.
         """
-        rows = self.cache.hidden_tokens
+        rows, retention = self.cache.hidden_tokens, self.cache.retention
         if not rows or not layer_idx or self.captures.closed or layer_idx in self.captures.hidden:
             return
         levels, first = self._levels, start
@@ -235,11 +233,12 @@ class PrefixReuse:
             first = self.length
         if first >= len(self.tokens):
             return
-        end, share = len(self.tokens), self.cache.parting_share(layer_idx)
+        end = len(self.tokens)
         node = self._before(layer_idx)[-1] if self.length else None
+        share = retention.parting_share(node, routes, layer_idx)
         if first < self.length and node is not None and set(node.children) - {levels[layer_idx].route}:
             end, share = self.length, 1.0
-        below_us = sum(self.cache.layer_us(i, route) for i, route in enumerate(routes[:layer_idx]))
+        below_us = sum(retention.layer_us(i, route) for i, route in enumerate(routes[:layer_idx]))
         saved_us = share * (end - first) * below_us
         pages = self.cache.acquire(Kind.HIDDEN, layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
         if pages is not None:
@@ -256,7 +255,7 @@ class PrefixReuse:
             if position <= resume or position in have:
                 continue
             since = position - max(p for p in known if p < position)
-            saved_us = since * self.cache.layer_us(layer_idx, SSM)
+            saved_us = since * self.cache.retention.layer_us(layer_idx, SSM)
             pages = self.cache.acquire(Kind.STATE, layer_idx, self.cache.pool.layout.entry_pages, saved_us)
             if pages is not None:
                 captured[position] = pages

@@ -61,8 +61,6 @@ def publish_prompt(cache: ContextCache, tables: RequestTables, request: Request,
     request.saved_token_layers = int(lowest.sum())
     hit = progress.reused_layers > 0
     cache.stats.count(lowest, len(request.prompt), reuse.length, progress.computed, hit)
-    if reuse.length:
-        cache.count_parting(reuse.node, request.routes)
     node = cache.insert(request.tokens)
     kv_pages = tables.kv_pages[:, request.slot]
     cache.publish(node, request.routes, kv_pages, progress.z, reuse.captures, reuse.clock, reuse.length)

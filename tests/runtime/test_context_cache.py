@@ -12,6 +12,7 @@ import torch
 from flexops import FlexHybridModel
 from flexops.kernels import ATTENTION, SSM
 from flexops.runtime.context_cache import Captures, ContextCache, ContextNode, Entry, Kind, common_prefix
+from flexops.runtime.eviction import HALF_LIFE
 from flexops.runtime.profiling import FFN, PART_NAMES, BranchLoad, BranchProfile, profile_key, terms
 from tests.runtime.serving import random_requests, serve, small_engine
 from tests.tiny import make_model
@@ -269,8 +270,8 @@ def test_an_empty_node_stays_while_it_joins_two_prefixes() -> None:
     store(kept, tokens_of(prompt, [50]), (SSM, SSM, SSM))
     store(kept, tokens_of(prompt, [60]), (SSM, SSM, SSM))
     joint = kept.root.children[0]
-    assert sorted(joint.children) == [50, 60] and not joint.root.children, "nothing at token 20"
-    while any(node.root.children for node in joint.children.values()):
+    assert sorted(joint.children) == [50, 60] and not joint.root.num_entries, "nothing at token 20"
+    while any(node.root.num_entries for node in joint.children.values()):
         assert kept._evict_one()
         assert_whole(kept)
     assert not kept.root.children, "it joins nothing any more"
@@ -366,20 +367,25 @@ def profile_with(folder: Path, attention_us: float, ssm_us: float, ffn_us: float
 
 @pytest.mark.parametrize(("attention_us", "ssm_us"), [(50.0, 1.0), (1.0, 50.0), (3.0, 2.0)])
 def test_what_reuse_saves_is_what_the_profile_says(tmp_path: Path, attention_us: float, ssm_us: float) -> None:
-    """Eq. 5 by hand: the rows that enter layer 2 save both layers below, those that enter layer 1 the first."""
+    """Eq. 5 by hand: the rows that enter layer 2 save both layers below, those that enter layer 1 the first.
+
+    Routes that one request has taken, the text's and all texts' own, are weighed equally at first. Nobody has left them
+    yet: as one request came by, the next is one in four to do so.
+    """
     kept = small_cache(profile=profile_with(tmp_path, attention_us, ssm_us, ffn_us=4.0))
-    for route, us in ((ATTENTION, attention_us), (SSM, ssm_us)):
+    share = 1 / (1 + 2 ** (-1 / HALF_LIFE))  # of the second of two requests
+    for route, us, hits in ((ATTENTION, attention_us, 1.0), (SSM, ssm_us, (1 + share) / 2)):
         node = store(kept, tokens_of([route] * 32), routes=(route, ATTENTION, SSM), hidden=[1, 2])
         first = node.root.children[route]
         for here, saved_us, depth in ((first, us + 4, 0.75), (first.children[ATTENTION], attention_us + 4, 0.5)):
             entry, num_bytes = here.hidden, 2 * kept.pool.layout.page_bytes
             assert entry is not None
-            expected = entry.use.hits * 32 * saved_us * depth / num_bytes
+            expected = 0.25 * hits * 32 * saved_us * depth / num_bytes
             assert kept._priority(entry) == pytest.approx(expected, rel=1e-4)
         whole = first.children[ATTENTION].children[SSM].states[32]
         assert first.children[ATTENTION].goal is not None
         pages = len(whole.pages)  # the rows below it are there: the state alone takes room, and saves its layer
-        expected = whole.use.hits * 32 * (ssm_us + 4) * 0.5 / (pages * kept.pool.layout.page_bytes)
+        expected = hits * 32 * (ssm_us + 4) * 0.5 / (pages * kept.pool.layout.page_bytes)
         assert kept._priority(whole) == pytest.approx(expected, rel=1e-4)
 
 
@@ -416,7 +422,7 @@ def test_a_profile_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.L
     other.config.name_or_path = str(tmp_path)
     estimated, engine = small_engine(make_model(num_hidden_layers=LAYERS, intermediate_size=64)), small_engine(other)
     assert engine.profile is None and engine.cache is not None and estimated.cache is not None
-    assert engine.cache.layer_us(0, SSM) == estimated.cache.layer_us(0, SSM)
+    assert engine.cache.retention.layer_us(0, SSM) == estimated.cache.retention.layer_us(0, SSM)
     (record,) = caplog.records
     assert "costs are estimated, not measured" in record.getMessage()
     assert "its intermediate_size is 48, here 64" in record.getMessage()
