@@ -202,6 +202,11 @@ class ContextCache:
                 if part.start < position <= part.end and position not in here.states:
                     here.states[position] = self._add(Kind.STATE, here, part.start, position, pages)
                     made.append(here.states[position])
+        if made:
+            pages = np.concatenate([entry.pages for entry in made])
+            assert (pages >= 0).all(), "an entry without its pages"
+            self.pool.share(pages)
+            self._count_owned(pages)
         self.touch(known, clock)
         self._count_use(on_path, clock)
         for layer_idx, rows in gate_rows.items():
@@ -217,9 +222,10 @@ class ContextCache:
         New nodes are as hot as what they continue, as far as prefixes are continued at all.
         """
         above = on_path[0].context.parent
-        root = above.root if above is not None and above.parent is not None else None
+        before = above.root if above is not None and above.parent is not None else None
         for node in on_path:
-            before = None if root is None else root.follow([n.route for n in on_path[1 : node.depth + 1]])
+            if before is not None and node.parent is not None:
+                before = before.children.get(node.route)
             if node.use.heat == NEVER and before is not None:
                 earlier = self.extensions / self.matches * (hits_at(before.use.heat, clock) - 1)
                 node.use.heat = heat_of(max(earlier, 0.0), clock)
@@ -228,13 +234,10 @@ class ContextCache:
                 if not other.num_entries and hits_at(other.use.heat, clock) < FORGOTTEN:
                     del node.children[other.route]
         for node in reversed(on_path):
-            self._requeue(self.retention.refresh(node))
+            self.retention.refresh_node(node)
 
     def _add(self, kind: Kind, node: RouteNode, start: int, end: int, pages: np.ndarray) -> Entry:
-        """A new entry of a node, not queued yet, that becomes a further owner of its pages."""
-        assert (pages >= 0).all(), "an entry without its pages"
-        self.pool.share([int(page) for page in pages])
-        self._count_owned(pages)
+        """A new entry of a node, not queued yet, that has not become an owner of its pages yet."""
         use = Use()
         use.count(self.clock, self.retention.inflation)
         node.count_entries(1)
@@ -295,7 +298,7 @@ class ContextCache:
         first = self._columns(entry.kind, cut, entry.end).start - columns.start
         head = entry.pages[: columns.stop - columns.start]
         both = head[first:]
-        self.pool.share([int(page) for page in both])
+        self.pool.share(both)
         self._count_owned(both)
         routes.count_entries(1)
         made = Entry(entry.kind, upper, routes, entry.start, cut, head.copy(), dataclasses.replace(entry.use))
@@ -419,7 +422,7 @@ class ContextCache:
         """The opposite, for each page once."""
         self._refs[pages] -= 1
         self.num_pages -= int(np.count_nonzero(self._refs[pages] == 0))
-        self.pool.release([int(page) for page in pages], poison=self.poison)
+        self.pool.release(pages, poison=self.poison)
 
     def _priority(self, entry: Entry) -> float:
         """Eq. 5, or the clock of the last access where the least recently used goes first."""

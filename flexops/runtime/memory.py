@@ -126,16 +126,15 @@ class FreeRuns:
         self.count -= n
         return pages
 
-    def give(self, page: int) -> None:
-        """One page back, joined with the free runs beside it."""
-        start, length = page, 1
-        if page in self._start:
-            start = self._start[page]
+    def give(self, start: int, length: int) -> None:
+        """A run of pages back, joined with the free runs beside it."""
+        self.count += length
+        if start + length in self._length:
+            length += self._remove(start + length)
+        if start in self._start:
+            start = self._start[start]
             length += self._remove(start)
-        if page + 1 in self._length:
-            length += self._remove(page + 1)
         self._add(start, length)
-        self.count += 1
 
     def pages(self) -> list[int]:
         """Every free page, in no order."""
@@ -191,8 +190,8 @@ class PagePool:
         self.ref_counts[pages] = 1
         return pages
 
-    def share(self, pages: list[int]) -> None:
-        """One more owner for each page."""
+    def share(self, pages: list[int] | np.ndarray) -> None:
+        """One more owner for each of some different pages."""
         assert (self.ref_counts[pages] > 0).all(), "shared a free page"
         self.ref_counts[pages] += 1
 
@@ -202,15 +201,20 @@ class PagePool:
         old, new = (torch.from_numpy(pages.astype(np.int64)).to(device) for pages in (source, target))
         self.memory.index_copy_(0, new, self.memory.index_select(0, old))
 
-    def release(self, pages: list[int], poison: bool = False) -> None:
-        """One owner less for each page; pages without one are free. `poison` fills those with NaN bytes."""
-        assert (self.ref_counts[pages] > 0).all(), "released a free page"
-        self.ref_counts[pages] -= 1
-        freed = [page for page in pages if self.ref_counts[page] == 0]
-        if poison and freed:
-            self.memory[freed] = 0xFF
-        for page in freed:
-            self._free.give(page)
+    def release(self, pages: list[int] | np.ndarray, poison: bool = False) -> None:
+        """One owner less for each of some different pages; pages without one are free.
+
+        poison: fill those with NaN bytes.
+        """
+        given = np.asarray(pages, dtype=np.int64)
+        assert (self.ref_counts[given] > 0).all(), "released a free page"
+        self.ref_counts[given] -= 1
+        freed = np.sort(given[self.ref_counts[given] == 0])
+        if poison and len(freed):
+            self.memory[torch.from_numpy(freed)] = 0xFF
+        for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
+            if len(run):
+                self._free.give(int(run[0]), len(run))
 
     def check_integrity(self, owned: list[int]) -> None:
         """Prove that every page is free or owned as often as it is counted. owned: all owners' pages, repeated."""

@@ -1,6 +1,5 @@
 """What a cache entry is worth: Eq. 5 with R and H given what else is kept (§6.2)."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from ..kernels import ATTENTION, SSM
@@ -79,31 +78,35 @@ class Retention:
     # --- priorities -----------------------------------------------------------------------------------------------
 
     def refresh(self, node: RouteNode) -> list[RouteNode]:
-        """Bring goals and `served` up to date from a node on up, after its entries or its use have changed.
+        """Bring goals and `served` up to date from a node on up, after its entries have changed.
 
         Returns the nodes whose goal is another one now.
         """
         changed = []
         here: RouteNode | None = node
         while here is not None:
-            hits, own = self.hits(here), []
-            if here.hidden is not None:
-                own.append(Goal(hits, here.depth, len(here.hidden.pages)))
-            if here.depth == self.num_layers and here.edge_pages is not None:
-                own.append(Goal(hits, here.depth, 0))
-            served = hits if own else _served_behind(here)
-            for child in here.children.values():
-                if child.goal is not None and (pages := child.edge_pages) is not None:
-                    attention = child.goal.attention + (child.route == ATTENTION)
-                    own.append(dataclasses.replace(child.goal, pages=child.goal.pages + pages, attention=attention))
-            depth = here.depth
-            goal = max(own, key=lambda g: g.worth(depth), default=None)
-            if here is not node and (goal, served) == (here.goal, here.served):
-                break
+            goal, served = here.goal, here.served
+            self.refresh_node(here)
             if goal != here.goal:
                 changed.append(here)
-            here.goal, here.served, here = goal, served, here.parent
+            elif served == here.served and here is not node:
+                break
+            here = here.parent
         return changed
+
+    def refresh_node(self, node: RouteNode) -> None:
+        """Bring `goal` and `served` of one node up to date with its use, its entries and those of its children."""
+        hits, goals = self.hits(node), []
+        if node.hidden is not None:
+            goals.append(Goal(hits, node.depth, len(node.hidden.pages)))
+        if node.depth == self.num_layers and node.edge_pages is not None:
+            goals.append(Goal(hits, node.depth, 0))
+        node.served = hits if goals else _served_behind(node)
+        for child in node.children.values():
+            if child.goal is not None and (pages := child.edge_pages) is not None:
+                attention = child.goal.attention + (child.route == ATTENTION)
+                goals.append(Goal(child.goal.hits, child.goal.depth, child.goal.pages + pages, attention))
+        node.goal = max(goals, key=lambda goal: goal.worth(node.depth), default=None)
 
     def priority(self, entry: Entry) -> float:
         """Eq. 5, counted from the inflation when the text was last used.

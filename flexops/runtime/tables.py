@@ -76,7 +76,7 @@ class RequestTables:
             self.kv_pages[layer_idx, slot, full:needed] = pages
             if cached is not None:
                 self.kv_pages[layer_idx, slot, :full] = cached[:full]
-                self.pool.share([int(page) for page in cached[:full]])
+                self.pool.share(cached[:full])
                 if length % self.layout.page_tokens:
                     self.pool.copy(cached[full : full + 1], np.array(pages[:1]))
         else:
@@ -113,7 +113,7 @@ class RequestTables:
             return None
         new = np.array(self.pool.allocate(len(old)), dtype=np.int32)
         self.pool.copy(old, new)
-        self.pool.share([int(page) for page in self.kv_pages[attention, slot, :full].ravel()])
+        self.pool.share(self.kv_pages[attention, slot, :full].ravel())
         twin = self._free_slots.pop()
         for table in (self.kv_pages, self.state_pages, self.conv_pages, self.routes):
             table[:, twin] = table[:, slot]
@@ -134,7 +134,7 @@ class RequestTables:
     def drop_scratch(self, slot: int) -> None:
         """Give back the scratch state, where the slot has one."""
         pages = self.scratch[slot]
-        self.pool.release([int(page) for page in pages[pages >= 0]], poison=self.poison)
+        self.pool.release(pages[pages >= 0], poison=self.poison)
         self.scratch[slot] = -1
 
     def owned(self, slot: int) -> list[int]:

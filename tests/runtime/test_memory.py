@@ -119,7 +119,7 @@ def test_free_runs_hold_every_page_once(actions):
             held.append(pages)
         elif held:
             for page in held.pop(n % len(held)):
-                runs.give(page)
+                runs.give(page, 1)
         free = runs.pages()
         assert len(free) == runs.count
         assert sorted([*free, *(p for allocation in held for p in allocation)]) == list(range(50))
