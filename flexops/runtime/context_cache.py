@@ -368,13 +368,13 @@ class ContextCache:
         False where none may go: all are pinned, or the lowest priority is not below the one given.
         """
         pinned: list[Entry] = []
-        while (found := self._queue.pop()) is not None and found.node.pins:
-            pinned.append(found)
+        while (lowest := self._queue.pop()) is not None and lowest[0].node.pins:
+            pinned.append(lowest[0])
         for entry in pinned:
             self._queue.push(entry)
-        if found is None:
+        if lowest is None:
             return False
-        priority = self._priority(found)
+        found, priority = lowest
         if priority >= below:
             self._queue.push(found)
             return False

@@ -75,8 +75,8 @@ class EvictionQueue(Generic[T]):
         """Take a thing out; one that is not in the queue is ignored."""
         self._place.pop(thing, None)
 
-    def pop(self) -> T | None:
-        """Take out the thing of the lowest priority; None when the queue is empty."""
+    def pop(self) -> tuple[T, float] | None:
+        """Take out the thing of the lowest priority, with its priority; None when the queue is empty."""
         while self._heap:
             priority, number, thing = heapq.heappop(self._heap)
             if self._place.get(thing) != number:
@@ -86,5 +86,5 @@ class EvictionQueue(Generic[T]):
                 self.push(thing)
                 continue
             del self._place[thing]
-            return thing
+            return thing, present
         return None

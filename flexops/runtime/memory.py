@@ -212,9 +212,11 @@ class PagePool:
         freed = np.sort(given[self.ref_counts[given] == 0])
         if poison and len(freed):
             self.memory[torch.from_numpy(freed)] = 0xFF
-        for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1):
-            if len(run):
-                self._free.give(int(run[0]), len(run))
+        if len(freed):
+            firsts = np.flatnonzero(np.diff(freed, prepend=-2) != 1)
+            lengths = np.diff(firsts, append=len(freed))
+            for start, length in zip(freed[firsts].tolist(), lengths.tolist(), strict=True):
+                self._free.give(start, length)
 
     def check_integrity(self, owned: list[int]) -> None:
         """Prove that every page is free or owned as often as it is counted. owned: all owners' pages, repeated."""

@@ -96,7 +96,9 @@ def queue_of(priorities: dict[str | int, float]) -> tuple[Worth, EvictionQueue[s
 
 def drain(queue: EvictionQueue[str | int]) -> list[str | int]:
     out = []
-    while (thing := queue.pop()) is not None:
+    while (popped := queue.pop()) is not None:
+        thing, priority = popped
+        assert priority == queue._priority(thing), "the present one"
         out.append(thing)
     return out
 
@@ -145,7 +147,7 @@ def test_what_was_removed_never_comes_and_may_come_back() -> None:
     queue.remove("a")
     queue.remove("a")
     queue.remove("never there")
-    assert len(queue) == 2 and queue.pop() == "b"
+    assert len(queue) == 2 and queue.pop() == ("b", 2.0)
     queue.push("a")
     assert drain(queue) == ["a", "c"]
 
@@ -201,9 +203,9 @@ def test_random_traffic_equals_a_sorted_list() -> None:
         elif action < 0.75 and thing in there:
             worth.of[thing] = there[thing] = there[thing] + rng.random()  # worth more, not pushed
         else:
-            found = queue.pop()
+            popped = queue.pop()
             lowest = min(there, key=lambda t: there[t], default=None)
-            assert found == lowest
-            if found is not None:
-                del there[found]
+            assert popped == (None if lowest is None else (lowest, there[lowest]))
+            if popped is not None:
+                del there[popped[0]]
         assert len(queue) == len(there)
