@@ -1,0 +1,56 @@
+"""The most token-layers that any cache could save, with all requests known before and any choice of what it keeps when.
+
+A request saves a layer where the layer's KV or state was kept since somebody last had it. Where it passes the prefix
+through a layer after one that it saved, the rows that enter there must have been kept. What is kept takes room for as
+long as it is kept. With a price for room and time each request decides for itself; for every price, what they save plus
+the price of all the room that there is bounds what any policy saves (the Lagrangian dual, room taken on average over
+time).
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+
+Layout = tuple[str, ...]
+Needs = list[tuple[float, float]]
+
+
+def most_saved(
+    requests: Sequence[tuple[Hashable, Layout]], entry_bytes: dict[str, int], hidden_bytes: int, capacity: int
+) -> float:
+    """Layers saved at most, summed over requests: (text, layout) in order of arrival.
+
+    entry_bytes: by route, what a layer leaves of a text.  hidden_bytes: rows that enter a layer.  capacity: in bytes.
+    """
+    needs = _needs(requests, entry_bytes, hidden_bytes)
+
+    def bound(price: float) -> float:
+        return sum(_best(own, price) for own in needs) + price * capacity * len(requests)
+
+    low, high = 0.0, 1.0 / min(entry_bytes.values())  # convex in the price; from there on nothing is worth keeping
+    for _ in range(50):
+        third = (high - low) / 3
+        low, high = (low, high - third) if bound(low + third) < bound(high - third) else (low + third, high)
+    return bound(high)
+
+
+def _best(needs: Needs, price: float) -> float:
+    """Layers that a request saves, less the price of what it needs for it."""
+    saved = passed = 0.0  # so far, by what happened in the last layer; rows that enter the first are always there
+    for entry, rows in needs:
+        saved, passed = max(saved, passed) + 1 - price * entry, max(passed, saved - price * rows)
+    return max(saved, passed)
+
+
+def _needs(requests: Sequence[tuple[Hashable, Layout]], entry_bytes: dict[str, int], hidden_bytes: int) -> list[Needs]:
+    """By request and layer: what the layer leaves and what enters it, in bytes times the requests since it was there.
+
+    Infinite where nobody had it.
+    """
+    last: dict[tuple[Hashable, Layout], int] = {}
+    needs: list[Needs] = []
+    for now, (text, layout) in enumerate(requests):
+        gaps = [now - last.get((text, layout[:depth]), -math.inf) for depth in range(len(layout) + 1)]
+        rows = [0.0, *(hidden_bytes * gap for gap in gaps[1:])]
+        needs.append([(entry_bytes[route] * gaps[i + 1], rows[i]) for i, route in enumerate(layout)])
+        last.update({(text, layout[:depth]): now for depth in range(len(layout) + 1)})
+    return needs
