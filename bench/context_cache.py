@@ -3,9 +3,9 @@
 Shared articles with different questions come in random order, each request with a layout drawn as in Fig. 13, under a
 fixed cache capacity. Effective hit rate: token-layers that were not computed over all token-layers of the prompts;
 what was replayed or rebuilt counts as computed; beside it what no cache could exceed (`cache_bound.py`). Then: time to
-the first token where requests arrive at random, at a rate that keeps the engine with the conventional cache busy for
-9/10 of the time (the paper's seconds are those of a queue); the same prompt twice, prefixes of every length, the cost of
-looking up and publishing, and Eq. 5 against least recently used over fixed traces.
+the first token where requests arrive at random, at 9/10 of the rate that the engine with the conventional cache serves
+one after another (the paper's seconds are those of a queue); the same prompt twice, prefixes of every length, the cost
+of looking up and publishing, and Eq. 5 against least recently used over fixed traces.
 
     python bench/context_cache.py [--quick] [--json] [--plot PNG] [--only fig12|queue|warm|lengths|lookup|policy]
 """
@@ -32,7 +32,7 @@ ARTICLE_TOKENS, QUESTION_TOKENS, QUESTIONS = 384, 16, 16
 CAPACITY_ARTICLES = (
     24.0  # of one layout each; the conventional cache then gets about 7% at 20 articles, as in the paper
 )
-LOAD = 0.9  # arrivals over what the engine with the conventional cache can serve
+LOAD = 0.9  # arrivals over what the engine with the conventional cache serves one after another
 PARTS = ("fig12", "queue", "warm", "lengths", "lookup", "policy")
 
 
@@ -177,7 +177,7 @@ def queue(report: Report, model: FlexHybridModel) -> None:
         )
         rows.append((articles, 1 / gap_s, ours, theirs, ours / theirs))
     columns = ("articles", "requests/s", "TTFT ms", "conventional", "ratio")
-    report.table(f"Time to the first token at {LOAD:.0%} of what the conventional cache can serve", columns, rows)
+    report.table(f"Time to the first token, arrivals at {LOAD:.0%} of what a conventional cache serves", columns, rows)
     report.check("ttft_vs_conventional", statistics.fmean(row[4] for row in rows), 0.5, "lower")
     report.data["queue"] = [dict(zip(columns, row, strict=True)) for row in rows]
 

@@ -35,6 +35,7 @@ app = typer.Typer(help="Request-adaptive hybrid attention/SSM language models.",
 _CONTROL = {code: "\ufffd" for code in (*range(9), *range(11, 32), 127)}
 # parameters; below, a second thread gains little, and waiting for it costs much where another program holds its core
 SMALL_MODEL = 20_000_000
+THREADS_HELP = "CPU threads; by default one for a small model, else as many as torch takes."
 MIN_BATCHES = 40  # for `profile`: below, the fit has hardly more samples than terms
 PROFILED_CONTEXT = 4096  # tokens cached per request, at most, in what `profile` measures
 ROUTE_STYLES = {"A": "black on bright_magenta", "S": "black on bright_cyan", "?": "dim"}
@@ -95,6 +96,7 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
 ) -> None:
     """Continue prompts, all at once, and show the layout that each one took."""
@@ -118,8 +120,7 @@ def generate(
         with quiet_transformers():
             loaded, tokenizer = loading.load(model)
             loaded.to(choose_device(device))
-        if loaded.num_parameters() < SMALL_MODEL:
-            torch.set_num_threads(1)
+        choose_threads(threads, loaded)
         params = replace(params, stop_token_ids=stop_token_ids(loaded))
         chat = bool(tokenizer.chat_template) and not raw
         engine = Engine(loaded, EngineConfig(max_num_requests=len(prompts)))
@@ -146,6 +147,7 @@ def generate(
 def profile(
     model: Annotated[str, typer.Argument(help="flex-tiny, smollm2, or the folder of a saved model.")] = "flex-tiny",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help=f"{THREADS_HELP} A profile holds for engines of as many.")] = None,
     batches: Annotated[int, typer.Option(help="Batches to measure; more fit better.")] = 160,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     output: Annotated[
@@ -164,8 +166,7 @@ def profile(
         with quiet_transformers():
             loaded, _ = loading.load(model)
             loaded.to(chosen)
-        if loaded.num_parameters() < SMALL_MODEL:
-            torch.set_num_threads(1)
+        choose_threads(threads, loaded)
         with torch.no_grad():
             packed = PackedModel(loaded, loaded.config.max_position_embeddings)
         columns = (
@@ -383,6 +384,14 @@ def choose_device(name: str | None) -> torch.device:
     if name != "cpu" and not (cuda and re.fullmatch(r"cuda(:\d+)?", name)):
         raise ValueError(f"--device {name!r} is not here: it must be {'cpu, cuda or cuda:N' if cuda else 'cpu'}")
     return torch.device(name)
+
+
+def choose_threads(threads: int | None, model: FlexHybridModel) -> None:
+    """Make torch work with so many threads; without a number, with one where the model is small."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads {threads} must be at least 1")
+    if threads is not None or model.num_parameters() < SMALL_MODEL:
+        torch.set_num_threads(threads or 1)
 
 
 def stop_token_ids(model: FlexHybridModel) -> tuple[int, ...]:

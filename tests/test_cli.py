@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import flexops
@@ -210,6 +211,23 @@ def test_profile_goes_where_it_is_sent_and_else_to_the_users_cache(flexops_comma
     code, _, err = flexops_command("profile", folder, *PROFILE, "--output", sent / "below")
     assert code == 2 and "choose another --output" in err
     assert not list(folder.glob("flexops-profile-*"))
+
+
+def test_a_profile_holds_for_engines_of_as_many_threads(flexops_command, folder, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        path = tmp_path / "two.json"
+        assert flexops_command("profile", folder, *PROFILE, "--threads", 2, "--output", path)[0] == 0
+        assert torch.get_num_threads() == 2 == json.loads(path.read_text())["key"]["threads"]
+        with fk.backend("cpu"):
+            assert Engine(cli.loading.load(folder)[0], EngineConfig(profile=path)).profile is not None
+            torch.set_num_threads(1)
+            with pytest.raises(ValueError, match="its threads is 2, here 1"):
+                Engine(cli.loading.load(folder)[0], EngineConfig(profile=path))
+        code, _, err = flexops_command("profile", folder, *PROFILE, "--threads", 0)
+        assert code == 2 and "--threads 0 must be at least 1" in err
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("option", [("--batches", 39), ("--seconds", 0)])

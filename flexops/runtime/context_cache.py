@@ -61,6 +61,7 @@ class ContextCache:
         self.splits = 0  # nodes cut so far: what walks along nodes has to look again when it changes
         self._refs = np.zeros(pool.num_pages, dtype=np.int32)
         self._queue: EvictionQueue[Entry] = EvictionQueue(self._priority)
+        self._parked: dict[ContextNode, dict[Entry, None]] = {}  # pinned ones whose turn to be evicted has come
         self._captures: dict[Captures, None] = {}  # by age
 
     # --- looking up -----------------------------------------------------------------------------------------------
@@ -91,6 +92,9 @@ class ContextCache:
         for part in node.path():
             assert part.pins > 0, "unpinned more often than pinned"
             part.pins -= 1
+            if not part.pins:
+                for entry in self._parked.pop(part, ()):
+                    self._queue.push(entry)
         self._remove_if_empty(node)
         self.trim()
 
@@ -214,7 +218,7 @@ class ContextCache:
             if here.num_entries and here.gate is None:
                 here.gate = rows[part.start : part.end].clone()
         for entry in made:
-            self._queue.push(entry)
+            self._queue.add(entry)
 
     def _count_use(self, on_path: list[RouteNode], clock: int) -> None:
         """A request with the tokens of a context node took the routes of `on_path`, from the root on.
@@ -258,6 +262,7 @@ class ContextCache:
         """Cut a node after `length` tokens. Returns the new upper part; the lower keeps the node's identity."""
         assert node.parent is not None, "the root has no tokens"
         self.splits += 1
+        self._parked.pop(node, None)  # all its entries are queued anew below
         upper = ContextNode(node.tokens[:length], node.start, node.parent, pins=node.pins)
         node.parent.children[int(node.tokens[0])] = upper
         cut = node.start + length
@@ -367,11 +372,8 @@ class ContextCache:
 
         False where none may go: all are pinned, or the lowest priority is not below the one given.
         """
-        pinned: list[Entry] = []
         while (lowest := self._queue.pop()) is not None and lowest[0].node.pins:
-            pinned.append(lowest[0])
-        for entry in pinned:
-            self._queue.push(entry)
+            self._parked.setdefault(lowest[0].node, {})[lowest[0]] = None
         if lowest is None:
             return False
         found, priority = lowest
@@ -390,6 +392,7 @@ class ContextCache:
 
     def _drop(self, entry: Entry) -> None:
         self._queue.remove(entry)
+        self._parked.get(entry.node, {}).pop(entry, None)
         here = entry.routes
         if entry.kind is Kind.STATE:
             del here.states[entry.end]

@@ -64,8 +64,15 @@ class EvictionQueue(Generic[T]):
 
     def push(self, thing: T) -> None:
         """Add a thing, or give one that is in the queue its present priority."""
+        self._put(thing, self._priority(thing))
+
+    def add(self, thing: T) -> None:
+        """Add a thing without a priority yet: it is asked for once nothing lower is left, maybe never."""
+        self._put(thing, -math.inf)
+
+    def _put(self, thing: T, priority: float) -> None:
         self._place[thing] = self._next
-        heapq.heappush(self._heap, (self._priority(thing), self._next, thing))
+        heapq.heappush(self._heap, (priority, self._next, thing))
         self._next += 1
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._place):
             self._heap = [place for place in self._heap if self._place.get(place[2]) == place[1]]
@@ -83,7 +90,7 @@ class EvictionQueue(Generic[T]):
                 continue
             present = self._priority(thing)
             if present > priority + 1e-9 and self._heap and present > self._heap[0][0]:
-                self.push(thing)
+                self._put(thing, present)
                 continue
             del self._place[thing]
             return thing, present

@@ -277,6 +277,31 @@ def test_an_empty_node_stays_while_it_joins_two_prefixes() -> None:
     assert not kept.root.children, "it joins nothing any more"
 
 
+def test_pinned_entries_are_passed_over_once_and_have_their_turn_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = small_cache()
+    held = [store(kept, tokens_of([first], range(20))) for first in range(3)]
+    for node in held:
+        kept.pin(node)
+    for first in range(3, 9):
+        store(kept, tokens_of([first], range(20)))
+    asked: list[Entry] = []
+    priority = kept.retention.priority
+    monkeypatch.setattr(kept.retention, "priority", lambda entry: asked.append(entry) or priority(entry))
+    pinned = [entry for node in held for here in node.root.subtree() for entry in here.entries()]
+    while kept._evict_one():
+        assert_whole(kept)
+    assert sorted(kept.root.children) == [0, 1, 2], "all but the pinned ones went"
+    assert all(asked.count(entry) <= 2 for entry in pinned), "however many were evicted meanwhile"
+    kept.unpin(held[1])
+    while kept._evict_one():
+        assert_whole(kept)
+    assert sorted(kept.root.children) == [0, 2]
+    for node in (held[0], held[2]):
+        kept.unpin(node)
+    kept.clear()
+    assert not kept.root.children and not kept._parked
+
+
 def test_reclaim_frees_what_is_asked_for_and_not_more() -> None:
     kept = small_cache(memory_bytes=1 << 16)
     for i in range(5):

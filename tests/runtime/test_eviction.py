@@ -188,6 +188,19 @@ def test_a_push_and_a_pop_ask_for_few_priorities_however_many_wait() -> None:
         assert worth.asked == 50
 
 
+def test_an_added_thing_is_asked_for_its_priority_when_its_turn_comes() -> None:
+    worth, queue = queue_of({"a": 1.0, "b": 2.0})
+    worth.asked = 0
+    worth.of["c"] = 1.5
+    queue.add("c")
+    assert worth.asked == 0 and len(queue) == 3
+    assert queue.pop() == ("a", 1.0), "c has been asked for, and takes its place"
+    assert drain(queue) == ["c", "b"]
+    queue.add("d")
+    queue.remove("d")
+    assert queue.pop() is None
+
+
 def test_random_traffic_equals_a_sorted_list() -> None:
     rng = random.Random(2)
     worth, queue = queue_of({})
