@@ -117,19 +117,22 @@ class ContextCache:
             node = node.children[int(tokens[length])]
         return node
 
-    def acquire(self, kind: Kind, layer_idx: int, num_pages: int, saved_us: float) -> np.ndarray | None:
+    def acquire(self, layer_idx: int, num_pages: int, saved_us: float) -> np.ndarray | None:
         """Spare pages for an entry that is being made, or None where all that is kept is worth more.
 
         saved_us: what the entry will save, R of Eq. 5.
         """
         if num_pages > self.capacity_pages:
             return None
-        worth = self.retention.worth_of_new(layer_idx, num_pages, saved_us) if self.by_value else math.inf
+        worth: float | None = None
         while self.pool.available < num_pages or self.num_pages + num_pages > self.capacity_pages:
+            if worth is None:
+                worth = self.retention.worth_of_new(layer_idx, num_pages, saved_us) if self.by_value else math.inf
             if not self._evict_one(below=worth):
                 return None
         pages = np.array(self.pool.allocate(num_pages), dtype=np.int32)
-        self._count_owned(pages)
+        self._refs[pages] = 1
+        self.num_pages += num_pages
         return pages
 
     def register(self, captures: Captures) -> None:

@@ -240,7 +240,7 @@ class PrefixReuse:
             end, share = self.length, 1.0
         below_us = sum(retention.layer_us(i, route) for i, route in enumerate(routes[:layer_idx]))
         saved_us = share * (end - first) * below_us
-        pages = self.cache.acquire(Kind.HIDDEN, layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
+        pages = self.cache.acquire(layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
         if pages is not None:
             self.captures.hidden[layer_idx] = (first, end, pages)
 
@@ -256,7 +256,7 @@ class PrefixReuse:
                 continue
             since = position - max(p for p in known if p < position)
             saved_us = since * self.cache.retention.layer_us(layer_idx, SSM)
-            pages = self.cache.acquire(Kind.STATE, layer_idx, self.cache.pool.layout.entry_pages, saved_us)
+            pages = self.cache.acquire(layer_idx, self.cache.pool.layout.entry_pages, saved_us)
             if pages is not None:
                 captured[position] = pages
                 known.append(position)

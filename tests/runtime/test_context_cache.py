@@ -56,11 +56,11 @@ def store(
             continue
         captures.states[layer_idx] = {}
         for position in states:
-            pages = kept.acquire(Kind.STATE, layer_idx, layout.entry_pages, 1e9)
+            pages = kept.acquire(layer_idx, layout.entry_pages, 1e9)
             assert pages is not None
             captures.states[layer_idx][position] = pages
     for layer_idx in hidden:
-        pages = kept.acquire(Kind.HIDDEN, layer_idx, columns, 1.0)
+        pages = kept.acquire(layer_idx, columns, 1.0)
         assert pages is not None
         captures.hidden[layer_idx] = (0, num_tokens, pages)
     gates = {0: torch.arange(num_tokens * GATE_DIM, dtype=torch.float32).view(num_tokens, GATE_DIM)}
@@ -330,7 +330,7 @@ def test_reclaim_takes_captures_last_and_ends_them() -> None:
     store(kept, tokens_of(range(16)), (ATTENTION, ATTENTION, ATTENTION))
     captures = Captures()
     kept.register(captures)
-    pages = kept.acquire(Kind.STATE, 0, 3, 1.0)
+    pages = kept.acquire(0, 3, 1.0)
     assert pages is not None
     captures.states[0] = {5: pages}
     assert kept.reclaim(kept.pool.num_pages - 3) and not captures.closed
@@ -345,12 +345,12 @@ def test_acquire_does_not_drive_out_what_is_worth_more() -> None:
     free = kept.pool.available
     assert free < 3
     cached = kept.num_pages
-    assert kept.acquire(Kind.STATE, 0, 3, saved_us=1e-5) is None
+    assert kept.acquire(0, 3, saved_us=1e-5) is None
     assert kept.num_pages == cached
-    pages = kept.acquire(Kind.STATE, 0, 3, saved_us=1e9)
+    pages = kept.acquire(0, 3, saved_us=1e9)
     assert pages is not None and len(set(pages.tolist())) == 3
     assert kept.num_pages < cached + 3, "it drove something out"
-    assert kept.acquire(Kind.STATE, 0, kept.capacity_pages + 1, saved_us=1e30) is None
+    assert kept.acquire(0, kept.capacity_pages + 1, saved_us=1e30) is None
 
 
 def test_acquire_keeps_to_the_capacity() -> None:
