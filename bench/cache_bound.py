@@ -8,7 +8,9 @@ time).
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 
 Layout = tuple[str, ...]
 Needs = list[tuple[float, float]]
@@ -26,7 +28,51 @@ def most_saved(
     def bound(price: float) -> float:
         return sum(_best(own, price) for own in needs) + price * capacity * len(requests)
 
-    low, high = 0.0, 1.0 / min(entry_bytes.values())  # convex in the price; from there on nothing is worth keeping
+    return _least(bound, 1.0 / min(entry_bytes.values()))
+
+
+def most_saved_by_a_fixed_choice(
+    requests: Sequence[tuple[Hashable, Layout]], entry_bytes: dict[str, int], hidden_bytes: int, capacity: int
+) -> float:
+    """As `most_saved`, where what is kept is chosen once: it stays from its first use on, nothing else does."""
+    passes: dict[Hashable, Counter[Layout]] = defaultdict(Counter)
+    for text, layout in requests:
+        passes[text].update(layout[:depth] for depth in range(len(layout) + 1))
+
+    def bound(price: float) -> float:
+        prices = {route: price * size for route, size in entry_bytes.items()}
+        saved = (_best_tree(counts, len(requests[0][1]), prices, price * hidden_bytes) for counts in passes.values())
+        return sum(saved) + price * capacity
+
+    return _least(bound, len(requests) / min(entry_bytes.values()))
+
+
+def _best_tree(counts: Counter[Layout], num_layers: int, prices: dict[str, float], rows_price: float) -> float:
+    """Layers saved for one text by what is best kept, less its price.
+
+    counts: requests by the routes of their first layers; the first of each finds nothing.
+    """
+
+    @cache
+    def worth(node: Layout, rows_at: int) -> float:
+        """Behind some routes, where the deepest rows that are kept on the way stand at `rows_at`."""
+        depth, hits = len(node), counts[node] - 1
+        if hits <= 0 or depth == num_layers:
+            return float(max(hits, 0) * (depth - rows_at))
+        without = onward(node, rows_at)
+        return max(without, hits * (depth - rows_at) - rows_price + onward(node, depth)) if depth else without
+
+    def onward(node: Layout, rows_at: int) -> float:
+        children = (((*node, route), price) for route, price in prices.items())
+        # where a layer is not kept, its rows are passed through it, and are at hand behind it
+        return sum(max(worth(child, rows_at) - price, worth(child, len(child))) for child, price in children)
+
+    return worth((), 0)
+
+
+def _least(bound: Callable[[float], float], high: float) -> float:
+    """The least value of a convex function of a price from 0 to `high`, where nothing is worth keeping."""
+    low = 0.0
     for _ in range(50):
         third = (high - low) / 3
         low, high = (low, high - third) if bound(low + third) < bound(high - third) else (low + third, high)
