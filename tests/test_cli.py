@@ -220,7 +220,8 @@ def test_a_profile_holds_for_engines_of_as_many_threads(flexops_command, folder,
         assert flexops_command("profile", folder, *PROFILE, "--threads", 2, "--output", path)[0] == 0
         assert torch.get_num_threads() == 2 == json.loads(path.read_text())["key"]["threads"]
         with fk.backend("cpu"):
-            assert Engine(cli.loading.load(folder)[0], EngineConfig(profile=path)).profile is not None
+            engine = Engine(cli.loading.load(folder)[0], EngineConfig(profile=path))
+            assert engine.profile == BranchProfile.load(path)
             torch.set_num_threads(1)
             with pytest.raises(ValueError, match="its threads is 2, here 1"):
                 Engine(cli.loading.load(folder)[0], EngineConfig(profile=path))

@@ -108,11 +108,7 @@ def gated_rms_norm(
     Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if face.records_gradient(x, gate, weight):
-        face.without_out("gated_rms_norm", out)
-        checks.gated_rms_norm(x, gate, weight, eps, n_groups)
-        return reference.gated_rms_norm(x, gate, weight, eps, n_groups)
-    return face.run("gated_rms_norm", (x, gate, weight, eps, n_groups), out)
+    return face.run_or_record("gated_rms_norm", (x, gate, weight, eps, n_groups), out)
 
 
 def finish_gated_norm(
@@ -128,11 +124,7 @@ def finish_gated_norm(
     Returns out. Accumulates in fp32. Differentiable.
     Raises ValueError. Implements the output norm of the SSM branch (§2.1).
     """
-    if face.records_gradient(x, sum_squares, weight):
-        face.without_out("finish_gated_norm", out)
-        checks.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
-        return reference.finish_gated_norm(x, sum_squares, weight, eps, n_groups)
-    return face.run("finish_gated_norm", (x, sum_squares, weight, eps, n_groups), out)
+    return face.run_or_record("finish_gated_norm", (x, sum_squares, weight, eps, n_groups), out)
 
 
 # --- gate -----------------------------------------------------------------------------------------------------
@@ -176,10 +168,7 @@ def gate_route(
     Accumulates in fp32 in tiles of GATE_TILE rows: the same prompt gives the same bits in any batch.
     Raises ValueError. Implements Eq. 3 without noise and the top-1 choice of §4.
     """
-    if face.records_gradient(z, b1, w2, b2, bias):
-        checks.gate_route(z, cu_seqlens, b1, w2, b2, bias)
-        return reference.gate_route(z, cu_seqlens, b1, w2, b2, bias)
-    return OPS.gate_route(z, cu_seqlens, b1, w2, b2, bias)
+    return face.run_or_record("gate_route", (z, cu_seqlens, b1, w2, b2, bias))
 
 
 # --- split and merge ------------------------------------------------------------------------------------------
@@ -275,10 +264,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     Returns [T, heads, d] x dtype, new. Computes in fp32. Differentiable.
     Raises ValueError. Implements the position encoding before Eq. 1.
     """
-    if face.records_gradient(x, cos_sin):
-        checks.apply_rope(x, cos_sin, positions)
-        return reference.apply_rope(x, cos_sin, positions)
-    return OPS.apply_rope(x, cos_sin, positions)
+    return face.run_or_record("apply_rope", (x, cos_sin, positions))
 
 
 def append_kv(

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from flexops.kernels.cpu_attention import append_kv, apply_rope, paged_attention
 from flexops.kernels.cpu_conv import causal_conv1d
+from flexops.kernels.cpu_gate import gate_pool, gate_route
 from flexops.kernels.cpu_rows import (
     finish_gated_norm,
-    gate_pool,
-    gate_route,
     gated_rms_norm,
     gather_rows,
     merge_norm,

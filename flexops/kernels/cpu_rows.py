@@ -1,4 +1,4 @@
-"""The operators on rows, on a CPU: norms, activation, the gate, split and merge; one pass over memory each.
+"""The operators on rows, on a CPU: norms, activation, split and merge; one pass over memory each.
 
 A row is read into fp32 scratch, worked on there, and written back; threads take some rows at a time.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexops.kernels import reference
-from flexops.kernels.cpu_launch import code_of, float_argument, kernel, next_part, table_of, unpack, vector_of
+from flexops.kernels.cpu_launch import code_of, float_argument, kernel, next_part, table_of, unpack
 from flexops.kernels.cpu_simd import (
     F32,
     LANES,
@@ -18,26 +18,19 @@ from flexops.kernels.cpu_simd import (
     clear_bytes,
     copy_bytes,
     dot,
-    dot_with,
-    exp,
     get_f32,
     get_i32,
     inline,
-    lane,
     load,
-    put_f32,
-    put_i32,
     read_row,
-    round_row,
     scratch,
     silu,
     splat,
     store,
     write_row,
 )
-from flexops.kernels.reference import ATTENTION, GATE_TILE, SSM
 
-_PART = 8192  # elements of the rows that a thread takes at a time
+PART = 8192  # elements of the rows that a thread takes at a time
 _CHUNK = 512  # elements of a row that an elementwise operator holds in scratch
 
 
@@ -55,7 +48,7 @@ def _scale_row(row, gain, width, factor):
 
 
 @inline
-def _normalise(row, gain, width, eps):
+def normalise(row, gain, width, eps):
     """The RMS norm of one row in scratch."""
     _scale_row(row, gain, width, 1 / math.sqrt(dot(row, row, width) / width + eps))
 
@@ -66,12 +59,12 @@ def _rms_norm(arguments):
     eps = float_argument(arguments, 8)
     row, gain = scratch(width + PAD), scratch(width + PAD)
     read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
+    per_part = max(1, PART // width)
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
             read_row(row, x + r * x_row * code, code, width)
-            _normalise(row, gain, width, eps)
+            normalise(row, gain, width, eps)
             write_row(out + r * width * code, code, row, width)
         first = next_part(arguments) * per_part
 
@@ -104,7 +97,7 @@ def _silu_mul(arguments):
     gate, gate_row, up, up_row, code, out, rows, width = unpack(arguments, 0, 8)
     g, u = scratch(_CHUNK), scratch(_CHUNK)
     chunks = (width + _CHUNK - 1) // _CHUNK
-    per_part = _PART // _CHUNK
+    per_part = PART // _CHUNK
     first = next_part(arguments) * per_part
     while first < rows * chunks:
         for part in range(first, min(first + per_part, rows * chunks)):
@@ -144,7 +137,7 @@ def _gated_rms_norm(arguments):
     size = width // groups
     row, other, gain = scratch(size + PAD), scratch(size + PAD), scratch(width + PAD)
     read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
+    per_part = max(1, PART // width)
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
@@ -154,7 +147,7 @@ def _gated_rms_norm(arguments):
                     read_row(other, gate + (r * gate_row + start) * gate_code, gate_code, size)
                     for i in range(0, size, LANES):
                         store(row, i, load(row, i) * silu(load(other, i)))
-                _normalise(row, gain + start * F32, size, eps)
+                normalise(row, gain + start * F32, size, eps)
                 write_row(out + (r * width + start) * code, code, row, size)
         first = next_part(arguments) * per_part
 
@@ -184,7 +177,7 @@ def _finish_gated_norm(arguments):
     size, heads_per_group = width // groups, heads // groups
     row, gain = scratch(size + PAD), scratch(width + PAD)
     read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
+    per_part = max(1, PART // width)
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
@@ -216,152 +209,13 @@ def finish_gated_norm(
     return out
 
 
-# --- gate -----------------------------------------------------------------------------------------------------
-
-
-@kernel(15, floats=1)
-def _gate_pool(arguments):
-    (
-        residual,
-        residual_row,
-        delta,
-        delta_row,
-        code,
-        weight,
-        weight_code,
-        w1,
-        w1_row,
-        w1_code,
-        u,
-        z,
-        rows,
-        width,
-        gate_dim,
-    ) = unpack(arguments, 0, 15)
-    eps = float_argument(arguments, 15)
-    row, gain = scratch(width + PAD), scratch(width + PAD)
-    read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
-    first = next_part(arguments) * per_part
-    while first < rows:
-        for r in range(first, min(first + per_part, rows)):
-            home = residual + r * residual_row * code
-            read_row(row, home, code, width)
-            if delta != 0:
-                add_row(row, delta + r * delta_row * code, code, width)
-                write_row(home, code, row, width)
-            _normalise(row, gain, width, eps)
-            round_row(row, code, width)
-            write_row(u + r * width * code, code, row, width)
-            for e in range(gate_dim):
-                put_f32(z, r * gate_dim + e, dot_with(row, w1 + e * w1_row * w1_code, w1_code, width))
-        first = next_part(arguments) * per_part
-
-
-def gate_pool(
-    residual: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    w1: Tensor,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.gate_pool`."""
-    codes = code_of(residual, weight, w1)
-    if codes is None:
-        return reference.gate_pool(residual, delta, weight, eps, w1, out)
-    u, z = out or (torch.empty_like(residual), torch.empty((residual.shape[0], w1.shape[0])))
-    _gate_pool(
-        8 * u.nbytes,
-        *(residual.data_ptr(), residual.stride(0)),
-        *table_of(delta),
-        *(codes[0], weight.data_ptr(), codes[1], w1.data_ptr(), w1.stride(0), codes[2]),
-        *(u.data_ptr(), z.data_ptr(), *u.shape, w1.shape[0], eps),
-    )
-    return u, z
-
-
-@kernel(16)
-def _gate_route(arguments):
-    (
-        z,
-        z_row,
-        cu_seqlens,
-        b1,
-        b1_code,
-        w2,
-        w2_row,
-        w2_code,
-        b2,
-        b2_code,
-        bias,
-        bias_code,
-        probs,
-        routes,
-        requests,
-        gate_dim,
-    ) = unpack(arguments, 0, 16)
-    pitch = (gate_dim + PAD - 1) & -PAD
-    total, partial, hidden_bias, logit_bias, request_bias = (
-        scratch(pitch),
-        scratch(pitch),
-        scratch(pitch),
-        scratch(PAD),
-        scratch(PAD),
-    )
-    read_row(hidden_bias, b1, b1_code, gate_dim)
-    read_row(logit_bias, b2, b2_code, 2)
-    put_f32(request_bias, 0, 0.0)
-    r = next_part(arguments)
-    while r < requests:
-        start, end = get_i32(cu_seqlens, r), get_i32(cu_seqlens, r + 1)
-        clear_bytes(total, pitch * F32)
-        for tile in range(start, end, GATE_TILE):
-            clear_bytes(partial, pitch * F32)
-            for t in range(tile, min(tile + GATE_TILE, end)):
-                add_row(partial, z + t * z_row * F32, F32, gate_dim)
-            add_row(total, partial, F32, pitch)
-        for i in range(0, pitch, LANES):
-            store(total, i, silu(load(total, i) / splat(end - start) + load(hidden_bias, i)))
-        if bias != 0:
-            read_row(request_bias, bias + r * bias_code, bias_code, 1)
-        attention = dot_with(total, w2, w2_code, gate_dim) + get_f32(logit_bias, 0) + get_f32(request_bias, 0)
-        ssm = dot_with(total, w2 + w2_row * w2_code, w2_code, gate_dim) + get_f32(logit_bias, 1)
-        largest = max(attention, ssm)
-        e_attention = lane(exp(splat(attention - largest)), 0)
-        e_ssm = lane(exp(splat(ssm - largest)), 0)
-        put_f32(probs, 2 * r, e_attention / (e_attention + e_ssm))
-        put_f32(probs, 2 * r + 1, e_ssm / (e_attention + e_ssm))
-        put_i32(routes, r, ATTENTION if attention > ssm else SSM)
-        r = next_part(arguments)
-
-
-def gate_route(
-    z: Tensor, cu_seqlens: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """See `reference.gate_route`."""
-    codes = code_of(b1, w2, b2, bias)
-    if codes is None or z.dtype != torch.float32:
-        return reference.gate_route(z, cu_seqlens, b1, w2, b2, bias)
-    requests = cu_seqlens.numel() - 1
-    probs, routes = z.new_empty(requests, 2), torch.empty(requests, dtype=torch.int32)
-    _gate_route(
-        2 * z.nbytes,
-        *(z.data_ptr(), z.stride(0), cu_seqlens.data_ptr(), b1.data_ptr(), codes[0]),
-        *(w2.data_ptr(), w2.stride(0), codes[1], b2.data_ptr(), codes[2]),
-        *vector_of(bias, codes[3]),
-        *(probs.data_ptr(), routes.data_ptr(), requests, z.shape[1]),
-    )
-    return probs, routes
-
-
 # --- split and merge ------------------------------------------------------------------------------------------
 
 
 @kernel(6)
 def _gather_rows(arguments):
     x, x_row, index, out, row_bytes, count = unpack(arguments, 0, 6)
-    per_part = max(1, 4 * _PART // row_bytes)
+    per_part = max(1, 4 * PART // row_bytes)
     first = next_part(arguments) * per_part
     while first < count:
         for i in range(first, min(first + per_part, count)):
@@ -388,7 +242,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
 @kernel(7)
 def _scatter_rows(arguments):
     out, out_row, x, x_row, index, row_bytes, count = unpack(arguments, 0, 7)
-    per_part = max(1, 4 * _PART // row_bytes)
+    per_part = max(1, 4 * PART // row_bytes)
     first = next_part(arguments) * per_part
     while first < count:
         for i in range(first, min(first + per_part, count)):
@@ -418,7 +272,7 @@ def _split_norm(arguments):
     eps = float_argument(arguments, 11)
     row, gain = scratch(width + PAD), scratch(width + PAD)
     read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
+    per_part = max(1, PART // width)
     first = next_part(arguments) * per_part
     while first < rows:
         for i in range(first, min(first + per_part, rows)):
@@ -431,7 +285,7 @@ def _split_norm(arguments):
             if delta != 0:
                 add_row(row, delta + r * delta_row * code, code, width)
                 write_row(home, code, row, width)
-            _normalise(row, gain, width, eps)
+            normalise(row, gain, width, eps)
             write_row(u + i * width * code, code, row, width)
         first = next_part(arguments) * per_part
 
@@ -461,7 +315,7 @@ def _merge_norm(arguments):
     eps = float_argument(arguments, 14)
     row, gain = scratch(width + PAD), scratch(width + PAD)
     read_row(gain, weight, weight_code, width)
-    per_part = max(1, _PART // width)
+    per_part = max(1, PART // width)
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
@@ -473,7 +327,7 @@ def _merge_norm(arguments):
                 else:
                     add_row(row, y_ssm + (source - split) * y_ssm_row * code, code, width)
                 write_row(home, code, row, width)
-            _normalise(row, gain, width, eps)
+            normalise(row, gain, width, eps)
             write_row(u + r * width * code, code, row, width)
         first = next_part(arguments) * per_part
 

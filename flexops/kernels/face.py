@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import checks, reference
 from .library import OPS, TAKES_OUT
 
 
@@ -79,3 +80,15 @@ def run(name: str, arguments: tuple, out: Any = None, workspace: Tensor | None =
         options["workspace"] = workspace
     getattr(OPS, f"{name}_out")(*arguments, **options)
     return out
+
+
+def run_or_record(name: str, arguments: tuple, out: Any = None) -> Any:
+    """`run`, or the operator's definition, which torch differentiates, where a gradient is recorded.
+
+    Raises ValueError as `run` does, and for out where a gradient is recorded.
+    """
+    if not records_gradient(*(t for t in arguments if isinstance(t, Tensor))):
+        return run(name, arguments, out)
+    without_out(name, out)
+    getattr(checks, name)(*arguments)
+    return getattr(reference, name)(*arguments)

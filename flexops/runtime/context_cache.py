@@ -50,7 +50,6 @@ class ContextCache:
         self.pool, self.mode, self.keep, self.poison = pool, mode, keep, poison
         self.by_value = eviction == "value" and mode == "hybrid"
         self.capacity_pages = capacity_pages
-        self.num_layers = cost_model.config.num_hidden_layers
         self.matches, self.extensions = 1, 1  # lookups that found a prefix, and those that found all of an earlier one
         self.num_pages = 0  # that the cache is an owner of
         self.hidden_tokens = 0 if mode == "conventional" else pool.layout.hidden_tokens
