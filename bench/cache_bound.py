@@ -8,7 +8,7 @@ time).
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 
@@ -31,36 +31,54 @@ def most_saved(
     return _least(bound, 1.0 / min(entry_bytes.values()))
 
 
-def most_saved_by_a_fixed_choice(
+def most_saved_knowing_shares(
     requests: Sequence[tuple[Hashable, Layout]], entry_bytes: dict[str, int], hidden_bytes: int, capacity: int
 ) -> float:
-    """As `most_saved`, where what is kept is chosen once: it stays from its first use on, nothing else does."""
-    passes: dict[Hashable, Counter[Layout]] = defaultdict(Counter)
-    for text, layout in requests:
-        passes[text].update(layout[:depth] for depth in range(len(layout) + 1))
+    """As `most_saved`, expected where what is kept is chosen once, and knows how often each layout comes, not when.
+
+    It stays from its first use on, nothing else does. No policy that learns these shares from what comes can expect
+    more while requests are independent of each other.
+    """
+    shares: Counter[Layout] = Counter()
+    for _, layout in requests:
+        shares.update(layout[:depth] for depth in range(len(layout) + 1))
+    texts = Counter(text for text, _ in requests)
+    # by how often a text comes: how many requests are expected to find the routes of their first layers there
+    hits = {
+        count: {node: _not_the_first(count, share / len(requests)) for node, share in shares.items()}
+        for count in set(texts.values())
+    }
 
     def bound(price: float) -> float:
         prices = {route: price * size for route, size in entry_bytes.items()}
-        saved = (_best_tree(counts, len(requests[0][1]), prices, price * hidden_bytes) for counts in passes.values())
-        return sum(saved) + price * capacity
+        of_count = {
+            count: _best_tree(expected, len(requests[0][1]), prices, price * hidden_bytes)
+            for count, expected in hits.items()
+        }
+        return sum(of_count[count] for count in texts.values()) + price * capacity
 
     return _least(bound, len(requests) / min(entry_bytes.values()))
 
 
-def _best_tree(counts: Counter[Layout], num_layers: int, prices: dict[str, float], rows_price: float) -> float:
+def _not_the_first(requests: int, share: float) -> float:
+    """Of so many requests, those expected to be of a kind with this share and not the first of it."""
+    return requests * share - 1 + (1 - share) ** requests
+
+
+def _best_tree(hits: dict[Layout, float], num_layers: int, prices: dict[str, float], rows_price: float) -> float:
     """Layers saved for one text by what is best kept, less its price.
 
-    counts: requests by the routes of their first layers; the first of each finds nothing.
+    hits: requests that find the routes of their first layers.
     """
 
     @cache
     def worth(node: Layout, rows_at: int) -> float:
         """Behind some routes, where the deepest rows that are kept on the way stand at `rows_at`."""
-        depth, hits = len(node), counts[node] - 1
-        if hits <= 0 or depth == num_layers:
-            return float(max(hits, 0) * (depth - rows_at))
+        depth, found = len(node), hits.get(node, 0.0)
+        if found <= 0 or depth == num_layers:
+            return found * (depth - rows_at)
         without = onward(node, rows_at)
-        return max(without, hits * (depth - rows_at) - rows_price + onward(node, depth)) if depth else without
+        return max(without, found * (depth - rows_at) - rows_price + onward(node, depth)) if depth else without
 
     def onward(node: Layout, rows_at: int) -> float:
         children = (((*node, route), price) for route, price in prices.items())

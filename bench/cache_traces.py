@@ -4,9 +4,10 @@ import random
 from collections.abc import Callable, Iterator
 
 from layouts import draw_layouts
+from uncomputed import uncomputed_engine
 
 from flexops import EngineConfig, FlexHybridModel
-from flexops.runtime import Engine, SamplingParams
+from flexops.runtime import SamplingParams
 
 Trace = Iterator[tuple[list[int], int]]  # prompts, and which of the drawn layouts each takes
 
@@ -59,15 +60,17 @@ TRACES: dict[str, Callable[[random.Random, int], Trace]] = {
 }
 
 
-def hit_rates(model: FlexHybridModel, trace: Callable, capacity_bytes: int, requests: int) -> tuple[float, float]:
-    """Effective hit rates of Eq. 5 and of least recently used over one trace."""
+def hit_rates(
+    model: FlexHybridModel, trace: Callable, capacity_bytes: int, requests: int, seed: int
+) -> tuple[float, float]:
+    """Effective hit rates of Eq. 5 and of least recently used over one draw of a trace. Rows are not computed."""
     layouts = draw_layouts(model.config.num_hidden_layers, 400, rising=True)
     distinct = list(dict.fromkeys(map(tuple, layouts)))[:6]
     rates = []
     for eviction in ("value", "lru"):
         config = EngineConfig(memory_bytes=1 << 29, cache_bytes=capacity_bytes, cache_eviction=eviction)
-        engine = Engine(model, config)
-        for prompt, layout in trace(random.Random(7), requests):
+        engine = uncomputed_engine(model, config)
+        for prompt, layout in trace(random.Random(seed), requests):
             engine.add_request(prompt, SamplingParams(max_new_tokens=1), list(distinct[layout]))
             while engine.has_unfinished():
                 engine.step()

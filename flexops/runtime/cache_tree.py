@@ -22,22 +22,24 @@ class Kind(Enum):
 
 @dataclass
 class Use:
-    """When and how often something was used. heat: see `heat_after_access`.  used_at: clock of the last time.
+    """When and how often something was used.
 
-    base: the priority at which entries were being evicted then.
+    heat: see `heat_after_access`.  since, used_at: clock of the first and of the last time.
     """
 
     heat: float = NEVER
+    since: int = -1
     used_at: int = -1
-    base: float = 0.0
 
-    def count(self, clock: int, base: float) -> None:
+    def count(self, clock: int) -> None:
         """One more use."""
-        self.heat, self.used_at, self.base = heat_after_access(self.heat, clock), clock, base
+        if self.since < 0:
+            self.since = clock
+        self.heat, self.used_at = heat_after_access(self.heat, clock), clock
 
     @property
     def hits(self) -> float:
-        """H of Eq. 5 at the last use."""
+        """Decayed number of uses, as of the last one."""
         return hits_at(self.heat, self.used_at)
 
 
@@ -45,18 +47,19 @@ class Use:
 class Goal:
     """How far reuse can go on: to the layer `depth`, whose rows are there or which is behind the last.
 
-    hits: how often that is expected to be of use, H in Eq. 5.  pages: of all it takes, from the node that has it.
+    share: of the requests with the text, those that are expected to go there.  pages: of all it takes, from the node
+    that has it.
     attention: how many of the layers from that node on take attention.
     """
 
-    hits: float
+    share: float
     depth: int
     pages: int
     attention: int = 0
 
     def worth(self, depth: int) -> float:
         """Use per page for reuse that stands at a lower layer."""
-        return self.hits * (self.depth - depth + 0.5) / (self.pages + 1)
+        return self.share * (self.depth - depth + 0.5) / (self.pages + 1)
 
 
 class RouteNode:
@@ -66,8 +69,8 @@ class RouteNode:
     lie beside the pool (64 bytes per token and layer) and go with the entries at and behind the node.  kv, states: what
     the layer before, `depth - 1`, left, states by token count.  num_entries: at the node and behind it.
     use: by requests with these tokens and routes, whether or not entries are left.  counts: of the same routes with any
-    tokens.  goal: where reuse that has come here had best go on to, see `Goal`.  served: hits of the requests that can
-    start at this depth or further on.  context: the outer node it belongs to.
+    tokens.  goal: where reuse that has come here had best go on to, see `Goal`.  served: the share of the text's
+    requests that can start at this depth or further on.  context: the outer node it belongs to.
     """
 
     __slots__ = (
@@ -162,7 +165,8 @@ class RouteNode:
 class ContextNode:
     """A node of the outer tree: the tokens [start, start + len(tokens)) of every prefix that passes through it.
 
-    pins: prefills that count on its entries, or on those of a node below.
+    pins: prefills that count on its entries, or on those of a node below.  rate: the last of `ReturnRates.of`, and the
+    clock it is from.
     """
 
     tokens: np.ndarray
@@ -171,6 +175,7 @@ class ContextNode:
     children: "dict[int, ContextNode]" = field(default_factory=dict)
     root: RouteNode = field(init=False)
     pins: int = 0
+    rate: tuple[int, float] = (-1, 0.0)
 
     def __post_init__(self) -> None:
         counts = RouteCounts() if self.parent is None else self.parent.root.counts

@@ -20,7 +20,7 @@ from ..kernels import ATTENTION
 from .cache_stats import CacheStats
 from .cache_tree import Captures, ContextNode, Entry, Kind, RouteNode, Use, common_prefix
 from .coordination import CostModel
-from .eviction import NEVER, EvictionQueue, heat_of, hits_at
+from .eviction import EvictionQueue, hits_at
 from .memory import PagePool
 from .retention import Retention
 
@@ -50,7 +50,6 @@ class ContextCache:
         self.pool, self.mode, self.keep, self.poison = pool, mode, keep, poison
         self.by_value = eviction == "value" and mode == "hybrid"
         self.capacity_pages = capacity_pages
-        self.matches, self.extensions = 1, 1  # lookups that found a prefix, and those that found all of an earlier one
         self.num_pages = 0  # that the cache is an owner of
         self.hidden_tokens = 0 if mode == "conventional" else pool.layout.hidden_tokens
         self.root = ContextNode(np.empty(0, dtype=np.int32), 0, None)
@@ -104,7 +103,7 @@ class ContextCache:
         """
         for entry in entries:
             if entry.use.used_at < clock:
-                entry.use.count(clock, self.retention.inflation)
+                entry.use.count(clock)
 
     # --- storing --------------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class ContextCache:
     def acquire(self, layer_idx: int, num_pages: int, saved_us: float) -> np.ndarray | None:
         """Spare pages for an entry that is being made, or None where all that is kept is worth more.
 
-        saved_us: what the entry will save, R of Eq. 5.
+        saved_us: what the entry is expected to save, in microseconds per lookup of the cache: H * R of Eq. 5.
         """
         if num_pages > self.capacity_pages:
             return None
@@ -162,6 +161,8 @@ class ContextCache:
 
         routes: of all layers.  kv_pages: int32 [num_layers, columns], the request's page tables.  gate_rows: by layer,
         rows of the whole prefix.  captures: the cache becomes a further owner of what the tree lacks.
+
+        It may hold more than its capacity until `trim`, which `unpin` calls.
         """
         path, leaf = node.path(), node.root
         for route in routes:
@@ -170,7 +171,10 @@ class ContextCache:
         self.retention.learn(leaf, text, routes, clock)
         for part in path:
             self._publish_part(part, routes, kv_pages, gate_rows, captures, clock, matched)
-        self.trim()
+        if self.by_value:
+            self._requeue(here for part in self.retention.rates.silent() for here in part.root.subtree())
+        else:
+            self.trim()  # where order of access decides, what this request has found goes behind all others
         self._remove_if_empty(node)
 
     def _publish_part(
@@ -223,19 +227,11 @@ class ContextCache:
             self._queue.add(entry)
 
     def _count_use(self, on_path: list[RouteNode], clock: int) -> None:
-        """A request with the tokens of a context node took the routes of `on_path`, from the root on.
-
-        New nodes are as hot as what they continue, as far as prefixes are continued at all.
-        """
-        above = on_path[0].context.parent
-        before = above.root if above is not None and above.parent is not None else None
+        """A request with the tokens of a context node took the routes of `on_path`, from the root on."""
+        if self.by_value:
+            self.retention.rates.use(on_path[0].context, clock)
         for node in on_path:
-            if before is not None and node.parent is not None:
-                before = before.children.get(node.route)
-            if node.use.heat == NEVER and before is not None:
-                earlier = self.extensions / self.matches * (hits_at(before.use.heat, clock) - 1)
-                node.use.heat = heat_of(max(earlier, 0.0), clock)
-            node.use.count(clock, self.retention.inflation)
+            node.use.count(clock)
             for other in list(node.children.values()):
                 if not other.num_entries and hits_at(other.use.heat, clock) < FORGOTTEN:
                     del node.children[other.route]
@@ -245,7 +241,7 @@ class ContextCache:
     def _add(self, kind: Kind, node: RouteNode, start: int, end: int, pages: np.ndarray) -> Entry:
         """A new entry of a node, not queued yet, that has not become an owner of its pages yet."""
         use = Use()
-        use.count(self.clock, self.retention.inflation)
+        use.count(self.clock)
         node.count_entries(1)
         return Entry(kind, node.context, node, start, end, pages.copy(), use)
 
@@ -382,8 +378,6 @@ class ContextCache:
         if priority >= below:
             self._queue.push(found)
             return False
-        if self.by_value:
-            self.retention.evicted(priority)
         if self.mode == "conventional":
             for entry in [e for part in found.node.root.subtree() for e in part.entries()]:
                 if entry is not found and entry.use.used_at == found.use.used_at:

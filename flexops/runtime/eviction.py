@@ -1,8 +1,4 @@
-"""Which cache entry goes first: retention priority P = H * R * D / M (Eq. 5, §6.2), in a heap with lazy corrections.
-
-Frequency alone would keep what was popular once. So P counts from the priority at which entries were being evicted when
-the entry was last used (GreedyDual-Size-Frequency): whatever is not used again is overtaken in the end.
-"""
+"""Which cache entry goes first: retention priority P = H * R * D / M (Eq. 5, §6.2), in a heap with lazy corrections."""
 
 import heapq
 import math
@@ -26,9 +22,9 @@ def heat_after_access(heat: float, clock: int) -> float:
     return high + math.log2(1 + 2 ** (low - high))
 
 
-def heat_of(hits: float, clock: int) -> float:
-    """The heat that stands for a frequency at `clock`."""
-    return math.log2(hits) + clock / HALF_LIFE if hits > 0 else NEVER
+def decay(lookups: int) -> float:
+    """What an access weighs after so many more."""
+    return 2.0 ** (-lookups / HALF_LIFE)
 
 
 def depth_factor(depth: int, num_layers: int) -> float:
@@ -42,7 +38,7 @@ def hits_at(heat: float, clock: int) -> float:
 
 
 def retention_priority(hits: float, saved_us: float, depth: float, num_bytes: int) -> float:
-    """P of Eq. 5 from H, R in microseconds, D and M in bytes."""
+    """P of Eq. 5 from H in uses per lookup, R in microseconds, D and M in bytes."""
     return hits * saved_us * depth / num_bytes
 
 

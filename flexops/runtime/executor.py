@@ -294,7 +294,7 @@ class Executor:
         progress.reused_layers += move.resume > 0
         reuse.capture_hidden(layer_idx, move.start, request.routes)
         if route == SSM:
-            reuse.capture_states(layer_idx, move.resume)
+            reuse.capture_states(layer_idx, move.resume, request.routes)
         if move.resume == old_start:
             return True
         self._turn(layer_idx, request, move)

@@ -80,8 +80,6 @@ class PrefixReuse:
         self.cache, self.tokens, self.grid = cache, tokens, grid
         self.node, self.length = cache.match(tokens[:most])
         cache.clock += 1
-        cache.matches += self.length > 0
-        cache.extensions += self.length > 0 and not self.node.children
         self.clock = cache.clock
         cache.pin(self.node)
         self.captures = Captures()
@@ -239,27 +237,38 @@ class PrefixReuse:
         if first < self.length and node is not None and set(node.children) - {levels[layer_idx].route}:
             end, share = self.length, 1.0
         below_us = sum(retention.layer_us(i, route) for i, route in enumerate(routes[:layer_idx]))
-        saved_us = share * (end - first) * below_us
+        saved_us = self._rate(first) * share * (end - first) * below_us
         pages = self.cache.acquire(layer_idx, (end - 1) // rows + 1 - first // rows, saved_us)
         if pages is not None:
             self.captures.hidden[layer_idx] = (first, end, pages)
 
-    def capture_states(self, layer_idx: int, resume: int) -> None:
-        """Take pages for the states that an SSM layer passes behind `resume` tokens and that are worth keeping."""
+    def capture_states(self, layer_idx: int, resume: int, routes: Sequence[int]) -> None:
+        """Take pages for the states that an SSM layer passes behind `resume` tokens and that are worth keeping.
+
+        routes: those that the request has taken, up to this layer at least.
+        """
         if self.captures.closed or layer_idx in self.captures.states:
             return
         have = self._levels[layer_idx].states if self._levels else set()
         captured = self.captures.states.setdefault(layer_idx, {})
         known = sorted({0, *have})
+        retention, share = self.cache.retention, None
         for position in self.checkpoints():
             if position <= resume or position in have:
                 continue
             since = position - max(p for p in known if p < position)
-            saved_us = since * self.cache.retention.layer_us(layer_idx, SSM)
+            if share is None:
+                share = retention.share_with(self.node if self.length else None, routes[: layer_idx + 1])
+            saved_us = self._rate(position - 1) * share * since * retention.layer_us(layer_idx, SSM)
             pages = self.cache.acquire(layer_idx, self.cache.pool.layout.entry_pages, saved_us)
             if pages is not None:
                 captured[position] = pages
                 known.append(position)
+
+    def _rate(self, row: int) -> float:
+        """How often the text up to a row is expected to come again, in uses per lookup."""
+        rates = self.cache.retention.rates
+        return rates.of(self.node) if row < self.length else rates.of_new(continues=self.length > 0)
 
     def checkpoints(self) -> list[int]:
         """Token counts at which states are worth keeping, ascending: the last ones, the branch point, halves.

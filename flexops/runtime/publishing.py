@@ -91,3 +91,4 @@ def publish_answer(cache: ContextCache, tables: RequestTables, request: Request,
     node = cache.insert(tokens)
     kv_pages = tables.kv_pages[:, slot]
     cache.publish(node, request.routes, kv_pages, gates, captures, cache.clock, length)
+    cache.trim()

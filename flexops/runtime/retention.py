@@ -3,30 +3,29 @@
 from collections.abc import Sequence
 
 from ..kernels import ATTENTION, SSM
-from .cache_tree import Entry, Goal, Kind, RouteNode
+from .cache_tree import ContextNode, Entry, Goal, Kind, RouteNode
 from .coordination import CostModel
 from .eviction import NEVER, depth_factor, hits_at, retention_priority
+from .return_rates import ReturnRates
 from .route_counts import Concentration, RouteCounts
 
-# Later uses count from this much of the priority at which entries are being evicted. 1 forgets old popularity fastest
-# and was the best for conversations, 0 never does and was the best for shared articles (`bench/context_cache.py`).
-AGING = 0.98
+LOST = 0.2  # how likely it is that what leads on behind some rows is gone when it is needed
 
 
 class Retention:
     """Priorities of entries, and what they rest on: what layers cost, and which routes requests take.
 
-    inflation: the priority at which entries are being evicted.  counts: the routes that requests of any text took, up
-    to `clock`.  concentration: how much they say about one text.
+    rates: how often texts come again.  counts: the routes that requests of any text took, up to `clock`.
+    concentration: how much they say about one text.
     """
 
     def __init__(self, cost_model: CostModel, page_bytes: int, counts: RouteCounts) -> None:
         self.num_layers = cost_model.config.num_hidden_layers
         self.page_bytes = page_bytes
-        self.inflation = 0.0
         self.clock = 0
         self.counts = counts
         self.concentration = Concentration()
+        self.rates = ReturnRates()
         self._mixer_us = {route: cost_model.predict_us(route, 256, 256) / 256 for route in (ATTENTION, SSM)}
         self._rest_us = [cost_model.rest_us(layer_idx, 256) / 256 for layer_idx in range(self.num_layers)]
 
@@ -49,11 +48,24 @@ class Retention:
         for passed in (node, *node.above()):
             passed.counts.count(clock)
 
-    def hits(self, node: RouteNode) -> float:
-        """H of Eq. 5 for requests with a node's text that take its routes, as of the last one with the text."""
+    def share(self, node: RouteNode) -> float:
+        """Of the requests with a node's text, the share that is expected to take its routes."""
         text = node.context.root.use
         total = hits_at(text.heat, text.used_at)
-        return total * self.concentration.expect(node.counts.share, hits_at(node.use.heat, text.used_at), total)
+        return self.concentration.expect(node.counts.share, hits_at(node.use.heat, text.used_at), total)
+
+    def share_with(self, text: ContextNode | None, routes: Sequence[int]) -> float:
+        """Of the requests with a text, the share that is expected to take some routes, once another one has.
+
+        text: None for one that is not there.
+        """
+        counts = self.counts.find(routes)
+        hits, total = 1.0, 1.0
+        if text is not None:
+            known = text.root.follow(routes)
+            hits += 0.0 if known is None else hits_at(known.use.heat, self.clock)
+            total += hits_at(text.root.use.heat, self.clock)
+        return self.concentration.expect(0.0 if counts is None else counts.share, hits, total)
 
     def parting_share(self, node: RouteNode | None, routes: Sequence[int], layer_idx: int) -> float:
         """Of the requests with a text, the share that takes the given routes up to a layer and another one there.
@@ -61,9 +73,9 @@ class Retention:
         node: behind those routes, on the text's last node in the tree; None for a text that is not there.
         """
         counts = self.counts.find(routes[:layer_idx])
-        if node is not None and (text := self.hits(node.context.root)) > 0.0:
+        if node is not None:
             onward = node.children.get(routes[layer_idx])
-            come, go_on = self.hits(node) / text, 0.0 if onward is None else self.hits(onward) / text
+            come, go_on = self.share(node), 0.0 if onward is None else self.share(onward)
         else:
             onward_counts = self.counts.find(routes[: layer_idx + 1])
             come = 1.0 if counts is None or self.counts.heat == NEVER else counts.share
@@ -96,20 +108,20 @@ class Retention:
 
     def refresh_node(self, node: RouteNode) -> None:
         """Bring `goal` and `served` of one node up to date with its use, its entries and those of its children."""
-        hits, goals = self.hits(node), []
+        share, goals = self.share(node), []
         if node.hidden is not None:
-            goals.append(Goal(hits, node.depth, len(node.hidden.pages)))
+            goals.append(Goal(share, node.depth, len(node.hidden.pages)))
         if node.depth == self.num_layers and node.edge_pages is not None:
-            goals.append(Goal(hits, node.depth, 0))
-        node.served = hits if goals else _served_behind(node)
+            goals.append(Goal(share, node.depth, 0))
+        node.served = share if goals else _served_behind(node)
         for child in node.children.values():
             if child.goal is not None and (pages := child.edge_pages) is not None:
                 attention = child.goal.attention + (child.route == ATTENTION)
-                goals.append(Goal(child.goal.hits, child.goal.depth, child.goal.pages + pages, attention))
+                goals.append(Goal(child.goal.share, child.goal.depth, child.goal.pages + pages, attention))
         node.goal = max(goals, key=lambda goal: goal.worth(node.depth), default=None)
 
     def priority(self, entry: Entry) -> float:
-        """Eq. 5, counted from the inflation when the text was last used.
+        """Eq. 5. H is the text's rate times the share of its requests that the entry is of use to.
 
         What a layer starts from is of use only together with the layers below and up to the rows it leads to: they
         save together and take room together, and have one priority. Rows (HIDDEN) are counted by themselves: for the
@@ -118,36 +130,33 @@ class Retention:
         depth, node, tokens = depth_factor(entry.layer_idx, self.num_layers), entry.routes, entry.end - entry.start
         pages = len(entry.pages)
         if entry.kind is Kind.HIDDEN:
-            come, go_on = self.hits(node), _served_behind(node)
-            hits = max(come - go_on, come * self._surprise(node.counts))
+            come, go_on = self.share(node), _served_behind(node)
+            share = max(come - (1 - LOST) * go_on, come * self._surprise(node.counts))
             saved_us = tokens * self._path_us(node, None)
         elif entry.kind is Kind.STATE and entry.end < max(node.states, default=0):
             # a shorter way for a prefix that ends behind it, where the longest is not of use
             below = max((p for p in node.states if p < entry.end), default=entry.start)
-            hits, saved_us = entry.use.hits, (entry.end - below) // 4 * self.layer_us(entry.layer_idx, SSM)
+            share = min(1.0, 2.0 ** (entry.use.heat - entry.node.root.use.heat))
+            saved_us = (entry.end - below) // 4 * self.layer_us(entry.layer_idx, SSM)
         elif node.goal is None:
-            hits = saved_us = 0.0
+            share = saved_us = 0.0
         else:
             if entry.kind is Kind.STATE:
                 tokens = entry.end - _last_state(entry)
-            hits, saved_us = node.goal.hits, tokens * self._path_us(node, node.goal)
+            share, saved_us = node.goal.share, tokens * self._path_us(node, node.goal)
             pages += node.goal.pages
             below_node = node.parent
             while below_node is not None and below_node.hidden is None:
                 pages += below_node.edge_pages or 0
                 below_node = below_node.parent
         # of two equal ones the later tokens go first: the earlier ones are of no less use
-        worth = retention_priority(hits, saved_us, depth, pages * self.page_bytes) * (1 - 1e-6 * entry.start)
-        return entry.node.root.use.base + worth
-
-    def evicted(self, priority: float) -> None:
-        """An entry of this priority has gone."""
-        self.inflation = max(self.inflation, AGING * priority)
+        hits = self.rates.of(entry.node) * share * (1 - 1e-6 * entry.start)
+        return retention_priority(hits, saved_us, depth, pages * self.page_bytes)
 
     def worth_of_new(self, layer_idx: int, num_pages: int, saved_us: float) -> float:
-        """The priority of an entry that is being made and used once. saved_us: R of Eq. 5."""
+        """The priority of an entry that is being made. saved_us: per lookup, H * R of Eq. 5."""
         depth = depth_factor(layer_idx, self.num_layers)
-        return self.inflation + retention_priority(1.0, saved_us, depth, num_pages * self.page_bytes)
+        return retention_priority(1.0, saved_us, depth, num_pages * self.page_bytes)
 
     def _path_us(self, node: RouteNode, goal: Goal | None) -> float:
         """Microseconds per token that reuse saves by going on to a node, and to its goal, not stopping before.
@@ -167,7 +176,7 @@ class Retention:
 
 
 def _served_behind(node: RouteNode) -> float:
-    """Hits of the requests that pass a node and can start further on."""
+    """The share of a text's requests that pass a node and can start further on."""
     return sum(child.served for child in node.children.values() if child.edge_pages is not None)
 
 

@@ -395,11 +395,13 @@ def test_what_reuse_saves_is_what_the_profile_says(tmp_path: Path, attention_us:
     """Eq. 5 by hand: the rows that enter layer 2 save both layers below, those that enter layer 1 the first.
 
     Routes that one request has taken, the text's and all texts' own, are weighed equally at first. Nobody has left them
-    yet: as one request came by, the next is one in four to do so.
+    yet: as one request came by, the next is one in four to do so. Nor has a text come again: ten of eleven are expected
+    to, and to be asked with twice in five gaps of 16 lookups.
     """
     kept = small_cache(profile=profile_with(tmp_path, attention_us, ssm_us, ffn_us=4.0))
     share = 1 / (1 + 2 ** (-1 / HALF_LIFE))  # of the second of two requests
-    for route, us, hits in ((ATTENTION, attention_us, 1.0), (SSM, ssm_us, (1 + share) / 2)):
+    rate = 2 / (5 * 16) * 10 / 11
+    for route, us, hits in ((ATTENTION, attention_us, rate), (SSM, ssm_us, rate * (1 + share) / 2)):
         node = store(kept, tokens_of([route] * 32), routes=(route, ATTENTION, SSM), hidden=[1, 2])
         first = node.root.children[route]
         for here, saved_us, depth in ((first, us + 4, 0.75), (first.children[ATTENTION], attention_us + 4, 0.5)):
