@@ -150,9 +150,9 @@ def make_engine(model: FlexHybridModel, cache: str | None, capacity: int | None 
 def fig12(report: Report, model: FlexHybridModel) -> None:
     """Hit rates over the number of articles, for both caches; rows are not computed, layouts are given."""
     draws, room = 1 if report.options.quick else DRAWS, cache_room(model)
-    settings = (2, 8, 20) if report.options.quick else (2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
+    settings = (2, 20) if report.options.quick else (2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
     rows = []
-    for articles, rising in [*((articles, True) for articles in settings), (settings[-1], False)]:
+    for articles, rising in [*((articles, True) for articles in settings), (settings[0], False), (settings[-1], False)]:
         columns = []
         for number in range(draws):
             prompts, layouts = draw(model, articles, number, rising)
@@ -171,8 +171,9 @@ def fig12(report: Report, model: FlexHybridModel) -> None:
     report.table(title, columns_of, rows)
     swept = rows[: len(settings)]
     ours, theirs, fixed, most = (statistics.fmean(row[i] for row in swept) for i in (1, 2, 3, 4))
-    report.check("hit_rate_mean", ours, 0.434)
-    report.check("hit_rate_vs_conventional", ours / theirs, 2.5)
+    if not report.options.quick:  # means over all settings are what the aims are for
+        report.check("hit_rate_mean", ours, 0.434)
+        report.check("hit_rate_vs_conventional", ours / theirs, 2.5)
     report.check("hit_rate_20_vs_conventional", swept[-1][1] / swept[-1][2], 3.4)
     report.data |= {"conventional_mean": theirs, "knowing_shares_mean": fixed, "most_mean": most}
     names = ("articles", "hit_rate", "conventional_hit_rate", "most_knowing_shares", "most")
@@ -186,6 +187,8 @@ def ttft(report: Report, model: FlexHybridModel) -> None:
         serve(make_engine(model, kind, room), shared_articles(1, seed=0)[:3], [["attention"] * 6 + ["ssm"] * 6] * 3)
     for articles in (8,) if report.options.quick else (4, 12, 20):
         prompts, layouts = draw(model, articles, 0)
+        if report.options.quick:
+            prompts, layouts = prompts[:64], layouts[:64]
         engines = {kind: make_engine(model, kind, room) for kind in KINDS}
         alone: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for prompt, layout in zip(prompts, layouts, strict=True):
@@ -337,7 +340,7 @@ def timed(thing: object, *names: str) -> Iterator[list[float]]:
 def policy(report: Report, model: FlexHybridModel) -> None:
     """Hit rates of Eq. 5 and of least recently used eviction over seeded traces, in half the room they would take."""
     small, rows = make_model(hidden_size=64), []
-    requests, draws = (80, 2) if report.options.quick else (300, 5)
+    requests, draws = (80, 1) if report.options.quick else (300, 5)
     for name, trace in TRACES.items():
         rates = [hit_rates(small, trace, 4 * article_bytes(small), requests, seed) for seed in range(7, 7 + draws)]
         ours, lru = (statistics.fmean(column) for column in zip(*rates, strict=True))
@@ -359,7 +362,7 @@ def main() -> None:
     for name in report.options.only or PARTS:
         parts[name](report, model)
     if report.options.plot:
-        plot(report.data["fig12"][:-1], report.data["ttft"], report.options.plot)
+        plot(report.data["fig12"][:-2], report.data["ttft"], report.options.plot)
     report.finish()
 
 
