@@ -34,10 +34,10 @@ def most_saved(
 def most_saved_knowing_shares(
     requests: Sequence[tuple[Hashable, Layout]], entry_bytes: dict[str, int], hidden_bytes: int, capacity: int
 ) -> float:
-    """As `most_saved`, expected where what is kept is chosen once, and knows how often each layout comes, not when.
+    """As `most_saved`, expected of the best choice made beforehand, knowing how often each layout comes, but not when.
 
-    It stays from its first use on, nothing else does. No policy that learns these shares from what comes can expect
-    more while requests are independent of each other.
+    What was chosen stays from its first use on, nothing else does. It is what a policy can aim at that has yet to learn
+    these shares; one that chooses by what has come so far can do better, where texts have few requests.
     """
     shares: Counter[Layout] = Counter()
     for _, layout in requests:

@@ -91,7 +91,7 @@ def shared_articles(articles: int, seed: int) -> list[list[int]]:
 
 
 def bounds(model: FlexHybridModel, prompts: list[list[int]], layouts: list[list[str]]) -> tuple[float, float]:
-    """Hit rates not to be exceeded: by any cache, by a fixed choice of entries that knows how often layouts come."""
+    """Hit rates: what no cache exceeds, and what is expected of the best choice beforehand, knowing layouts' shares."""
     config = model.config
     row = 4 * ARTICLE_TOKENS  # bytes of an fp32 column
     entry_bytes = {

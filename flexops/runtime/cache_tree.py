@@ -1,5 +1,6 @@
 """The two-level tree of the context cache: prefixes of tokens outside, routes inside, entries per layer (§6.1)."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,10 +33,9 @@ class Use:
     used_at: int = -1
 
     def count(self, clock: int) -> None:
-        """One more use."""
-        if self.since < 0:
-            self.since = clock
-        self.heat, self.used_at = heat_after_access(self.heat, clock), clock
+        """One more use; they need not be told of in order."""
+        self.since = clock if self.since < 0 else min(self.since, clock)
+        self.heat, self.used_at = heat_after_access(self.heat, clock), max(self.used_at, clock)
 
     @property
     def hits(self) -> float:
@@ -125,8 +125,8 @@ class RouteNode:
         yield from (node for node in found if node is not None)
 
     def _state_below(self) -> bool:
-        """Whether a longer prefix has a state of the same layer and routes."""
-        return any(here.states for here in self.counterparts(self.context.below()))
+        """Whether a longer prefix has a state of the same layer and routes, as far as a few of them tell."""
+        return any(here.states for here in self.counterparts(itertools.islice(self.context.below(), 16)))
 
     def count_entries(self, change: int) -> None:
         """So many entries more at this node. Gate rows go where none are left."""

@@ -154,10 +154,11 @@ class ContextCache:
         captures: Captures,
         clock: int,
         matched: int,
+        answer: bool = False,
     ) -> None:
         """Store what a request that looked up at `clock` has computed for all tokens up to the end of `node`.
 
-        It had found a prefix of `matched` tokens.
+        It had found a prefix of `matched` tokens. answer: it has left its prompt here before, which counts once.
 
         routes: of all layers.  kv_pages: int32 [num_layers, columns], the request's page tables.  gate_rows: by layer,
         rows of the whole prefix.  captures: the cache becomes a further owner of what the tree lacks.
@@ -167,14 +168,22 @@ class ContextCache:
         path, leaf = node.path(), node.root
         for route in routes:
             leaf = leaf.child(route)
-        text = next((part.root for part in path[:-1] if part.end == matched), None)
-        self.retention.learn(leaf, text, routes, clock)
+        if not answer:
+            text = next((part.root for part in path[:-1] if part.end == matched), None)
+            self.retention.learn(leaf, text, routes, clock)
+        used = [part for part in path if not answer or part.root.use.since < 0]
+        if self.by_value:
+            self.retention.rates.use(used, clock)
         for part in path:
-            self._publish_part(part, routes, kv_pages, gate_rows, captures, clock, matched)
+            on_path = self._publish_part(part, routes, kv_pages, gate_rows, captures, clock, matched)
+            if part in used:
+                self._count_use(on_path, clock)
+            for here in reversed(on_path):
+                self.retention.refresh_node(here)
         if self.by_value:
             self._requeue(here for part in self.retention.rates.silent() for here in part.root.subtree())
         else:
-            self.trim()  # where order of access decides, what this request has found goes behind all others
+            self.trim()  # in the order of access this prefix comes last, which holds while it is pinned
         self._remove_if_empty(node)
 
     def _publish_part(
@@ -186,7 +195,8 @@ class ContextCache:
         captures: Captures,
         clock: int,
         matched: int,
-    ) -> None:
+    ) -> list[RouteNode]:
+        """Returns the nodes of the routes, from the root on."""
         here, known, made, on_path = part.root, [], [], [part.root]
         for layer_idx, route in enumerate(routes):
             captured = captures.hidden.get(layer_idx)
@@ -218,25 +228,21 @@ class ContextCache:
             self.pool.share(pages)
             self._count_owned(pages)
         self.touch(known, clock)
-        self._count_use(on_path, clock)
         for layer_idx, rows in gate_rows.items():
             here = on_path[layer_idx]
             if here.num_entries and here.gate is None:
                 here.gate = rows[part.start : part.end].clone()
         for entry in made:
             self._queue.add(entry)
+        return on_path
 
     def _count_use(self, on_path: list[RouteNode], clock: int) -> None:
         """A request with the tokens of a context node took the routes of `on_path`, from the root on."""
-        if self.by_value:
-            self.retention.rates.use(on_path[0].context, clock)
         for node in on_path:
             node.use.count(clock)
             for other in list(node.children.values()):
                 if not other.num_entries and hits_at(other.use.heat, clock) < FORGOTTEN:
                     del node.children[other.route]
-        for node in reversed(on_path):
-            self.retention.refresh_node(node)
 
     def _add(self, kind: Kind, node: RouteNode, start: int, end: int, pages: np.ndarray) -> Entry:
         """A new entry of a node, not queued yet, that has not become an owner of its pages yet."""
@@ -268,6 +274,8 @@ class ContextCache:
         node.tokens, node.start, node.parent = node.tokens[length:], cut, upper
         upper.children[int(node.tokens[0])] = node
         self._remove_if_empty(node)
+        if self.by_value:
+            self.retention.rates.watch_cut(upper)
         for part in (upper, node):
             for here in reversed(list(part.root.subtree())):
                 self.retention.refresh(here)
@@ -362,6 +370,7 @@ class ContextCache:
 
     def clear(self) -> None:
         """Drop every entry that no prefill counts on."""
+        self.retention.rates.forget_watched()
         while self._evict_one():
             pass
 

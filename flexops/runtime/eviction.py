@@ -85,7 +85,7 @@ class EvictionQueue(Generic[T]):
             if self._place.get(thing) != number:
                 continue
             present = self._priority(thing)
-            if present > priority + 1e-9 and self._heap and present > self._heap[0][0]:
+            if present > priority + 1e-9 * abs(present) and self._heap and present > self._heap[0][0]:
                 self._put(thing, present)
                 continue
             del self._place[thing]

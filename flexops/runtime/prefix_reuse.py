@@ -79,7 +79,6 @@ class PrefixReuse:
         """tokens: int32, the prompt.  most: at most so many of them are reused.  grid: states lie at multiples."""
         self.cache, self.tokens, self.grid = cache, tokens, grid
         self.node, self.length = cache.match(tokens[:most])
-        cache.clock += 1
         self.clock = cache.clock
         cache.pin(self.node)
         self.captures = Captures()
@@ -87,6 +86,11 @@ class PrefixReuse:
         self._found: list[_Level] = []  # by layer, along _routes, when the cache had cut _splits nodes
         self._routes: list[int] = []
         self._splits = -1
+
+    def begin(self) -> None:
+        """The request is admitted: from now on its lookup counts, as the clock tells."""
+        self.cache.clock += 1
+        self.clock = self.cache.clock
 
     def close(self) -> None:
         """Unpin the prefix; captures that were not published go back."""
@@ -268,7 +272,10 @@ class PrefixReuse:
     def _rate(self, row: int) -> float:
         """How often the text up to a row is expected to come again, in uses per lookup."""
         rates = self.cache.retention.rates
-        return rates.of(self.node) if row < self.length else rates.of_new(continues=self.length > 0)
+        if not self.length:
+            return rates.of_new(continues=False)
+        known = rates.of(self.node)
+        return known if row < self.length else min(known, rates.of_new(continues=True))
 
     def checkpoints(self) -> list[int]:
         """Token counts at which states are worth keeping, ascending: the last ones, the branch point, halves.

@@ -64,6 +64,7 @@ def publish_prompt(cache: ContextCache, tables: RequestTables, request: Request,
     node = cache.insert(request.tokens)
     kv_pages = tables.kv_pages[:, request.slot]
     cache.publish(node, request.routes, kv_pages, progress.z, reuse.captures, reuse.clock, reuse.length)
+    request.looked_up_at = reuse.clock
     reuse.close()
     progress.reuse = None
     if keep_gates:
@@ -90,5 +91,5 @@ def publish_answer(cache: ContextCache, tables: RequestTables, request: Request,
     tokens = np.array([*request.prompt, *request.output[:-1]], dtype=np.int32)
     node = cache.insert(tokens)
     kv_pages = tables.kv_pages[:, slot]
-    cache.publish(node, request.routes, kv_pages, gates, captures, cache.clock, length)
+    cache.publish(node, request.routes, kv_pages, gates, captures, request.looked_up_at, length, answer=True)
     cache.trim()

@@ -207,6 +207,7 @@ class Request:
     scores: list[float] = field(default_factory=list)  # log-probabilities of the continuation so far
     waits_for: "Request | None" = None  # a prefill whose prefix it shares; it waits for one at most
     gate_rows: dict[int, Tensor] = field(default_factory=dict)  # by layer, the prompt's rows, for the context cache
+    looked_up_at: int = 0  # clock of the context cache, see `PrefixReuse.clock`
     cached_tokens: int = 0
     reused_layers: int = 0
     saved_token_layers: int = 0

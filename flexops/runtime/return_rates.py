@@ -1,35 +1,66 @@
-"""How often a text is expected to be asked with again: H of Eq. 5, as a rate.
+"""How often a text is expected to be asked again: H of Eq. 5, as a rate.
 
 A count of accesses keeps what was popular once, and prefers the first turns of a conversation to its last. So H is what
-is expected of somebody who comes at random times until he comes no more (BG/NBD): uses over the time since the first
-one, drawn towards what is usual, times the probability that there will be another, which falls once a text stays away
-for long by its own rate. How many come again, and after how long, is learnt from all texts: from prompts of their own
-and from continuations of others apart, and from those that came again before and those that did not.
+is expected of somebody who comes at random times until he comes no more, after the BG/NBD model: returns over the time
+between the first use and the last, drawn towards what is usual, times the probability that there will be another, which
+falls once a text stays away for long by its own rate.
+
+How many come again, and after how long, is learnt from the requests: apart for prompts of their own and for
+continuations of others, and for texts that came again before and those that did not. What comes again after it has been
+given up and evicted is a new text.
 """
 
 import heapq
 import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cache_tree import ContextNode
 from .eviction import HALF_LIFE, decay
 
-PRIOR_RETURNS = 2.0  # what is usual weighs as much as so many returns ...
-PRIOR_GAPS = 5.0  # ... within so many usual gaps: fewer than one a gap, as texts are compared when they have come
+# What is usual, weighed as so many returns in so many usual gaps: less than one a gap, as a rate counts up to the last
+# use, where texts look more frequent than they are.
+PRIOR_RETURNS, PRIOR_GAPS = 2.0, 5.0
 LATE = 3.0  # usual gaps of silence after which a text counts as one that stays away
 FORGETTING = 0.99  # per observation
+MOST_AT_ONCE = 4  # silent texts that one request looks at
 
 
 @dataclass
 class _Returns:
-    """Uses of a kind of text after which it came again, and after which it stayed away."""
+    """Uses of a kind of text after which it came again, and after which it stayed away.
+
+    came_at, stayed_at: clock of the request that the last of either was seen of; each request is one observation.
+    """
 
     came: float = 1.0
     stayed: float = 0.1
+    came_at: int = -1
+    stayed_at: int = -1
 
     @property
     def share(self) -> float:
         return self.came / (self.came + self.stayed)
+
+    def observe(self, came: float, stayed: float) -> None:
+        self.came, self.stayed = FORGETTING * self.came + came, FORGETTING * self.stayed + stayed
+
+
+@dataclass(order=True)
+class _Watch:
+    """When to look at a text again.
+
+    number: in the order they were made.  used_at: its last use then.  kind: as it is behind that use.
+    late: it has counted as one that stays away.
+    """
+
+    due: float
+    number: int
+    used_at: int
+    kind: tuple[bool, bool]
+    late: bool
+    text: "weakref.ref[ContextNode]"
 
 
 class ReturnRates:
@@ -42,7 +73,7 @@ class ReturnRates:
         self.clock = 0
         self._returns = {(continues, again): _Returns() for continues in (False, True) for again in (False, True)}
         self._gaps, self._num_gaps = 16.0, 1.0  # lookups between two uses, summed
-        self._watched: list[tuple[float, int, int, bool, ContextNode]] = []  # heap by when to look, see `_watch`
+        self._watched: list[_Watch] = []  # a heap
         self._pushed = 0
 
     @property
@@ -70,48 +101,61 @@ class ReturnRates:
         use = text.root.use
         first = decay(use.used_at - use.since)  # what is left of the first use, which was no return
         time = HALF_LIFE / math.log(2) * (1 - first)
-        rate = (use.hits - first + PRIOR_RETURNS) / (time + PRIOR_GAPS * self.gap)
-        share = self._returns[_kind(text)].share
+        rate = (max(0.0, use.hits - first) + PRIOR_RETURNS) / (time + PRIOR_GAPS * self.gap)
+        share = self._returns[text.start > 0, use.used_at > use.since].share
         silence = min(50.0, rate * max(0, self.clock - use.used_at))
         return rate * share / (share + (1 - share) * math.exp(silence))
 
-    def use(self, text: ContextNode, clock: int) -> None:
-        """A request that looked up at `clock` uses a text; its node does not count it yet."""
+    def use(self, texts: Sequence[ContextNode], clock: int) -> None:
+        """A request that looked up at `clock` uses texts, a prefix and what continues it; they do not count it yet.
+
+        It is one observation of each kind, and the longest text that was known tells the gap.
+        """
         self.clock = max(self.clock, clock)
+        known = False
+        for text in reversed(texts):
+            use, text.rate = text.root.use, (-1, 0.0)
+            if 0 <= use.used_at < clock:
+                seen = self._returns[text.start > 0, use.used_at > use.since]
+                if seen.came_at != clock:
+                    seen.came_at = clock
+                    seen.observe(came=1.0, stayed=0.0)
+                if not known:
+                    self._gaps = FORGETTING * self._gaps + clock - use.used_at
+                    self._num_gaps = FORGETTING * self._num_gaps + 1
+                known = True
+            if clock > use.used_at:
+                self._watch(text, clock, (text.start > 0, use.since >= 0), LATE * self.gap, late=False)
+
+    def watch_cut(self, text: ContextNode) -> None:
+        """A node was cut: this is its new upper part. Whatever becomes of it, the lower part is observed."""
         use = text.root.use
-        if clock <= use.used_at:
-            return
-        if use.since >= 0:
-            self._observe(text, came=1.0)
-            self._gaps = FORGETTING * self._gaps + clock - use.used_at
-            self._num_gaps = FORGETTING * self._num_gaps + 1
-        self._watch(text, clock, LATE * self.gap, late=False)
+        self._watch(text, use.used_at, (text.start > 0, use.used_at > use.since), LATE * self.gap, late=True)
+
+    def forget_watched(self) -> None:
+        """What is cached has been dropped on purpose: that nobody comes again tells nothing."""
+        self._watched.clear()
 
     def silent(self) -> list[ContextNode]:
-        """Texts whose silence has become long, or twice as long: they are worth less than when they were last asked."""
-        found = []
-        while self._watched and self._watched[0][0] <= self.clock:
-            due, _, used_at, late, text = heapq.heappop(self._watched)
-            if text.root.use.used_at != used_at:
+        """Texts whose silence has become long, or twice as long: they are worth less than when they were last used.
+
+        A few at a time; the others wait for the next call.
+        """
+        found: list[ContextNode] = []
+        while self._watched and self._watched[0].due <= self.clock and len(found) < MOST_AT_ONCE:
+            watch = heapq.heappop(self._watched)
+            text = watch.text()
+            if text is not None and text.root.use.used_at != watch.used_at:
                 continue
-            if not late:
-                self._observe(text, stayed=1.0)
-            if text.root.num_entries:
+            seen = self._returns[watch.kind]
+            if not watch.late and seen.stayed_at != watch.used_at:
+                seen.stayed_at = watch.used_at
+                seen.observe(came=0.0, stayed=1.0)
+            if text is not None and text.root.num_entries:
                 found.append(text)
-                self._watch(text, used_at, 2 * (due - used_at), late=True)
+                self._watch(text, watch.used_at, watch.kind, 2 * (watch.due - watch.used_at), late=True)
         return found
 
-    def _watch(self, text: ContextNode, used_at: int, silence: float, late: bool) -> None:
-        """Look at a text again when it has been silent for so long since `used_at`. late: it has counted as such."""
+    def _watch(self, text: ContextNode, used_at: int, kind: tuple[bool, bool], silence: float, late: bool) -> None:
         self._pushed += 1
-        heapq.heappush(self._watched, (used_at + silence, self._pushed, used_at, late, text))
-
-    def _observe(self, text: ContextNode, came: float = 0.0, stayed: float = 0.0) -> None:
-        seen = self._returns[_kind(text)]
-        seen.came, seen.stayed = FORGETTING * seen.came + came, FORGETTING * seen.stayed + stayed
-
-
-def _kind(text: ContextNode) -> tuple[bool, bool]:
-    """Whether a text goes on where another one ends, and whether it has come again before."""
-    use = text.root.use
-    return text.start > 0, use.used_at > use.since
+        heapq.heappush(self._watched, _Watch(used_at + silence, self._pushed, used_at, kind, late, weakref.ref(text)))

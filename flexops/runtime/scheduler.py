@@ -135,6 +135,8 @@ class Scheduler:
                     reuse.close()
                 break
             self.waiting.remove(request)
+            if reuse is not None:
+                reuse.begin()
             scratch = reuse is not None and reuse.length > 0
             request.slot = self.tables.open(routes, len(request.prompt), scratch)
             request.status, request.waits_for = Status.PREFILL, None
