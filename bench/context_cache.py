@@ -228,7 +228,7 @@ def plot(hit_rates_of: list[dict], ttft_of: list[dict], path: Path) -> None:
         articles = [int(row["articles"]) for row in rows]
         for style, key, name in (("o-", ours, "hybrid-aware"), ("s--", theirs, "conventional")):
             axis.plot(articles, [row[key] for row in rows], style, label=name)
-        axis.set(xlabel="articles", ylabel=label, ylim=(0, None))
+        axis.set(xlabel="articles", ylabel=label, ylim=(0, None), xticks=range(4, 21, 4))
     bound = [row["most_knowing_shares"] for row in hit_rates_of]
     rates.plot([int(row["articles"]) for row in hit_rates_of], bound, "k:", label="fixed, knowing the layouts' shares")
     for axis in (rates, times):
