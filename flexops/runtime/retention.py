@@ -136,7 +136,7 @@ class Retention:
         elif entry.kind is Kind.STATE and entry.end < max(node.states, default=0):
             # a shorter way for a prefix that ends behind it, where the longest is not of use
             below = max((p for p in node.states if p < entry.end), default=entry.start)
-            share = min(1.0, 2.0 ** (entry.use.heat - entry.node.root.use.heat))
+            share = 2.0 ** min(0.0, entry.use.heat - entry.node.root.use.heat)
             saved_us = (entry.end - below) // 4 * self.layer_us(entry.layer_idx, SSM)
         elif node.goal is None:
             share = saved_us = 0.0
