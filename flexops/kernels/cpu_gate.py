@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexops.kernels import reference
 from flexops.kernels.cpu_launch import code_of, float_argument, kernel, next_part, table_of, unpack, vector_of
-from flexops.kernels.cpu_rows import PART, normalise
+from flexops.kernels.cpu_rows import PART, normalise, read_residual_row
 from flexops.kernels.cpu_simd import (
     F32,
     LANES,
@@ -60,11 +60,8 @@ def _gate_pool(arguments):
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
-            home = residual + r * residual_row * code
-            read_row(row, home, code, width)
-            if delta != 0:
-                add_row(row, delta + r * delta_row * code, code, width)
-                write_row(home, code, row, width)
+            added = delta + r * delta_row * code if delta != 0 else 0
+            read_residual_row(row, residual + r * residual_row * code, added, code, width)
             normalise(row, gain, width, eps)
             round_row(row, code, width)
             write_row(u + r * width * code, code, row, width)

@@ -53,6 +53,15 @@ def normalise(row, gain, width, eps):
     _scale_row(row, gain, width, 1 / math.sqrt(dot(row, row, width) / width + eps))
 
 
+@inline
+def read_residual_row(row, home, delta, code, width):
+    """A row of the residual stream into scratch, with a row that is added to it in place; delta 0 adds none."""
+    read_row(row, home, code, width)
+    if delta != 0:
+        add_row(row, delta, code, width)
+        write_row(home, code, row, width)
+
+
 @kernel(8, floats=1)
 def _rms_norm(arguments):
     x, x_row, code, weight, weight_code, out, rows, width = unpack(arguments, 0, 8)
@@ -280,11 +289,8 @@ def _split_norm(arguments):
             if r < 0:
                 clear_bytes(u + i * width * code, width * code)
                 continue
-            home = residual + r * residual_row * code
-            read_row(row, home, code, width)
-            if delta != 0:
-                add_row(row, delta + r * delta_row * code, code, width)
-                write_row(home, code, row, width)
+            added = delta + r * delta_row * code if delta != 0 else 0
+            read_residual_row(row, residual + r * residual_row * code, added, code, width)
             normalise(row, gain, width, eps)
             write_row(u + i * width * code, code, row, width)
         first = next_part(arguments) * per_part
@@ -319,14 +325,12 @@ def _merge_norm(arguments):
     first = next_part(arguments) * per_part
     while first < rows:
         for r in range(first, min(first + per_part, rows)):
-            home, source = residual + r * residual_row * code, get_i32(inverse, r)
-            read_row(row, home, code, width)
-            if source >= 0:
-                if source < split:
-                    add_row(row, y + source * y_row * code, code, width)
-                else:
-                    add_row(row, y_ssm + (source - split) * y_ssm_row * code, code, width)
-                write_row(home, code, row, width)
+            source, added = get_i32(inverse, r), 0
+            if source >= split:
+                added = y_ssm + (source - split) * y_ssm_row * code
+            elif source >= 0:
+                added = y + source * y_row * code
+            read_residual_row(row, residual + r * residual_row * code, added, code, width)
             normalise(row, gain, width, eps)
             write_row(u + r * width * code, code, row, width)
         first = next_part(arguments) * per_part
