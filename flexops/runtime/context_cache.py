@@ -9,6 +9,7 @@ Entries live in pages of the engine's pool that nobody else wants: a request tha
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -171,12 +172,12 @@ class ContextCache:
         if not answer:
             text = next((part.root for part in path[:-1] if part.end == matched), None)
             self.retention.learn(leaf, text, routes, clock)
-        used = [part for part in path if not answer or part.root.use.since < 0]
+        counts = [not answer or part.root.use.since < 0 for part in path]
         if self.by_value:
-            self.retention.rates.use(used, clock)
-        for part in path:
+            self.retention.rates.use(list(itertools.compress(path, counts)), clock)
+        for part, counted in zip(path, counts, strict=True):
             on_path = self._publish_part(part, routes, kv_pages, gate_rows, captures, clock, matched)
-            if part in used:
+            if counted:
                 self._count_use(on_path, clock)
             for here in reversed(on_path):
                 self.retention.refresh_node(here)

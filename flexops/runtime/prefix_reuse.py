@@ -255,15 +255,15 @@ class PrefixReuse:
             return
         have = self._levels[layer_idx].states if self._levels else set()
         captured = self.captures.states.setdefault(layer_idx, {})
-        known = sorted({0, *have})
-        retention, share = self.cache.retention, None
-        for position in self.checkpoints():
-            if position <= resume or position in have:
-                continue
+        wanted = [p for p in self.checkpoints() if p > resume and p not in have]
+        if not wanted:
+            return
+        known, retention = sorted({0, *have}), self.cache.retention
+        share = retention.share_with(self.node if self.length else None, routes[: layer_idx + 1])
+        layer_us = share * retention.layer_us(layer_idx, SSM)
+        for position in wanted:
             since = position - max(p for p in known if p < position)
-            if share is None:
-                share = retention.share_with(self.node if self.length else None, routes[: layer_idx + 1])
-            saved_us = self._rate(position - 1) * share * since * retention.layer_us(layer_idx, SSM)
+            saved_us = self._rate(position - 1) * since * layer_us
             pages = self.cache.acquire(layer_idx, self.cache.pool.layout.entry_pages, saved_us)
             if pages is not None:
                 captured[position] = pages
